@@ -1,0 +1,38 @@
+# Two commands set everything up on a bare machine with Python 3.11 or newer:
+#   make demo   train and compare on data that comes with the package
+#   make test   lint, type-check and test
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all lint clean
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.stamp: $(BIN)/pip pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e ".[experiments]"
+	touch $@
+
+$(VENV)/dev.stamp: $(BIN)/pip pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e ".[dev]"
+	touch $@ $(VENV)/demo.stamp
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/rlsprune demo
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -m "not slow" --cov --cov-report=term
+
+test-all: lint
+	$(PIP_INSTALL) -e ".[dev,benchmarks]"
+	$(BIN)/pytest --cov --cov-report=term
+
+clean:
+	rm -rf $(VENV) .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Train a PyTorch network and make it smaller in the same run, by recursive least squares."""
