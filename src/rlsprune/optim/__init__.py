@@ -1,0 +1,1 @@
+"""Training by recursive least squares: the optimizer, its mathematics and the input statistics it keeps."""

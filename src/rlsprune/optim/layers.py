@@ -1,0 +1,114 @@
+"""Which layers RLS preconditions, and what each kind gives it: its mean input as ``(groups, inputs)``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from rlsprune.optim import functional
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_layer(module: nn.Module) -> TypeGuard[Layer]:
+    """Whether RLS knows how to turn the module's input into rows of a matrix."""
+    return isinstance(module, _KINDS)
+
+
+def mean_input(layer: Layer, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """The layer's mean input, ``(groups, n)`` with a final 1 for a bias, and how many rows it is the mean of."""
+    if isinstance(layer, nn.Linear):
+        mean = functional.mean_rows(inputs, dtype).unsqueeze(0)
+        rows = inputs.numel() // max(inputs.shape[-1], 1)
+    else:
+        if inputs.dim() == layer.weight.dim() - 1:
+            inputs = inputs.unsqueeze(0)
+        windows, positions = _windows(layer, inputs.shape[2:], dtype, inputs.device)
+        mean = functional.mean_patch(inputs, windows, dtype).reshape(layer.groups, -1)
+        rows = inputs.shape[0] * positions
+    if layer.bias is not None:
+        mean = nn.functional.pad(mean, (0, 1), value=1.0)
+    return mean, rows
+
+
+def _windows(
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, sizes: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], int]:
+    # Last dimension first, two numbers each, as F.pad wants them; also resolves padding="same" and "valid".
+    pads = layer._reversed_padding_repeated_twice
+    windows, counts = [], []
+    for axis, size in enumerate(sizes):
+        last = 2 * (len(sizes) - 1 - axis)
+        window, count = functional.window_weights(
+            size,
+            layer.kernel_size[axis],
+            layer.stride[axis],
+            layer.dilation[axis],
+            (pads[last], pads[last + 1]),
+            layer.padding_mode,
+            dtype,
+            device,
+        )
+        windows.append(window)
+        counts.append(count)
+    return windows, math.prod(counts)
+
+
+@dataclass
+class LayerSet:
+    """A model's parameters as RLS divides them."""
+
+    layers: dict[str, list[Layer]] = field(default_factory=dict)
+    """Preconditioned layers by name; several modules where they share all their parameters."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Layers of a known kind that momentum SGD trains all the same, and why."""
+    others: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    """Every other parameter, with its name."""
+
+
+def divide(model: nn.Module) -> LayerSet:
+    """Sorts a model's parameters into preconditioned layers and the rest, each parameter exactly once."""
+    result = LayerSet()
+    modules = dict(model.named_modules())
+    owners: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+
+    taken: dict[tuple[int, int], str] = {}
+    for name, module in modules.items():
+        if not is_layer(module):
+            continue
+        reason = _obstacle(name, module, modules, owners)
+        if reason is not None:
+            result.left_out[name] = reason
+            continue
+        key = (id(module.weight), id(module.bias))
+        first = taken.setdefault(key, name)
+        result.layers.setdefault(first, []).append(module)
+
+    preconditioned = {id(p) for layers in result.layers.values() for p in layers[0].parameters(recurse=False)}
+    result.others = [(name, p) for name, p in model.named_parameters() if id(p) not in preconditioned]
+    return result
+
+
+def _obstacle(name: str, layer: Layer, modules: dict[str, nn.Module], owners: dict[int, list[str]]) -> str | None:
+    """Why a layer cannot be preconditioned, or None."""
+    if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
+        return "its weight is computed from other parameters (a parametrisation)"
+    if isinstance(layer.weight, nn.UninitializedParameter):
+        raise ValueError(
+            f"layer {name!r} is lazy and has no shape yet: run a batch through the model before creating the optimizer"
+        )
+    if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return "nn.MultiheadAttention uses its weight without calling it, so its input is never seen"
+    tied = [modules[other] for p in layer.parameters(recurse=False) for other in owners[id(p)]]
+    if any(not is_layer(other) or other.weight is not layer.weight or other.bias is not layer.bias for other in tied):
+        return "it shares one of its parameters, but not all of them, with another module"
+    return None

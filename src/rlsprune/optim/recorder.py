@@ -1,0 +1,134 @@
+"""What a layer's forward and backward passes leave behind for the next optimizer step.
+
+One forward hook per layer. The hook averages the layer's input at once (a vector) and waits for the gradient: only a
+forward whose gradient reaches the layer's parameters counts. Forwards without grad, evaluation, ``torch.autograd.grad``
+with respect to an input (adversarial examples, gradient penalties) and the extra forwards of activation checkpointing
+leave no trace.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from rlsprune.optim.layers import Layer, mean_input
+
+
+class Recorder:
+    """Collects one layer's mean input, and where it pays the batch itself, over the backward passes before a step."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything collected."""
+        self._sum: Tensor | None = None
+        self._rows = 0
+        self._backward_id: int | None = None
+        self._batches: list[tuple[Tensor, Tensor]] | None = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dtype": self.dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["dtype"])  # type: ignore[misc]
+
+    @property
+    def mean(self) -> Tensor | None:
+        """Mean input over all rows collected, ``(groups, n)``, or None if no gradient arrived."""
+        return None if self._sum is None else self._sum / self._rows
+
+    def batch(self) -> tuple[Tensor, Tensor] | None:
+        """The rows X and the gradients Δ at the layer's output with ``∇W = Δᵀ X``, if they were kept."""
+        if not self._batches:
+            return None
+        inputs, deltas = zip(*self._batches, strict=True)
+        return torch.cat(inputs), torch.cat(deltas)
+
+    def precision(self, weight: Tensor) -> torch.dtype:
+        """The dtype of P and of the mean input: as asked for, else float32 or the weight's if wider."""
+        return self.dtype or torch.promote_types(weight.dtype, torch.float32)
+
+    def observe(self, layer: Layer, inputs: Tensor, output: Tensor) -> None:
+        """Called after a forward of the layer: averages its input and waits for the gradient."""
+        leaf = next((p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad), None)
+        if leaf is None or not (torch.is_grad_enabled() and output.requires_grad):
+            return
+        with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+            mean, rows = mean_input(layer, inputs.detach(), self.precision(layer.weight))
+        if rows:
+            kept = inputs.detach() if self._worth_keeping(layer, inputs, output, rows) else None
+            output.register_hook(_Arrival(self, leaf, mean, rows, kept))  # type: ignore[no-untyped-call]
+
+    def _worth_keeping(self, layer: Layer, inputs: Tensor, output: Tensor, rows: int) -> bool:
+        """Whether ``Δᵀ(X P)`` is cheaper than ``∇W P``, and X would be kept for the backward pass anyway."""
+        if not isinstance(layer, nn.Linear) or inputs.device.type != "cpu" or self._batches is None:
+            # Telling whether the gradient was edited takes a look at values: on an accelerator that would make the
+            # host wait for the device at every step.
+            return False
+        out, n = layer.weight.shape
+        rows += sum(len(batch) for batch, _ in self._batches)
+        return (
+            rows * (n + out) < n * out
+            and inputs.dtype == output.dtype == layer.weight.dtype
+            # Inside activation checkpointing or offloading, keeping X would undo what the user asked for.
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        )
+
+    def commit(self, grad_is_none: bool, mean: Tensor, rows: int, batch: tuple[Tensor, Tensor] | None) -> None:
+        """Adds a batch whose gradient has arrived.
+
+        A gradient that is None before a new backward pass was dropped by the user, and what was collected with it goes
+        as well.
+        """
+        backward_id = torch._C._current_graph_task_id()
+        if grad_is_none and backward_id != self._backward_id:
+            self.clear()
+        self._backward_id = backward_id
+        self._sum = mean * rows if self._sum is None else self._sum.to(mean.device).add_(mean, alpha=rows)
+        self._rows += rows
+        if batch is None:
+            self._batches = None
+        elif self._batches is not None:
+            self._batches.append(batch)
+
+
+class _Arrival:
+    """Waits at a layer's output for the gradient of one forward pass."""
+
+    def __init__(self, recorder: Recorder, leaf: Tensor, mean: Tensor, rows: int, inputs: Tensor | None) -> None:
+        self.recorder, self.leaf, self.mean, self.rows, self.inputs = recorder, leaf, mean, rows, inputs
+        self.accumulator = get_gradient_edge(leaf).node
+
+    def __call__(self, delta: Tensor) -> None:
+        if not torch._C._will_engine_execute_node(self.accumulator):
+            return
+        batch = None
+        if self.inputs is not None:
+            batch = (self.inputs.reshape(-1, self.inputs.shape[-1]), delta.detach().reshape(-1, delta.shape[-1]))
+            self.inputs = None  # a loss that stays alive must not keep the activations
+        self.recorder.commit(self.leaf.grad is None, self.mean, self.rows, batch)
+
+
+class ForwardHook:
+    """The one hook on a layer. It holds the recorder weakly: a dead optimizer leaves an idle hook behind.
+
+    Copied or pickled together with its optimizer it serves the copy; a copy of the model alone gets an idle hook.
+    """
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self._recorder = None if recorder is None else weakref.ref(recorder)
+
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[Recorder | None]]:
+        return ForwardHook, (None if self._recorder is None else self._recorder(),)
+
+    def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """Hands the layer's input and output to the recorder."""
+        recorder = None if self._recorder is None else self._recorder()
+        if recorder is not None:
+            recorder.observe(layer, args[0] if args else kwargs["input"], output)

@@ -1,0 +1,402 @@
+"""The RLS optimizer: a :class:`torch.optim.Optimizer` over a module."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from rlsprune.optim.health import LayerHealth, layer_health
+from rlsprune.optim.layer_step import (
+    INVERSE,
+    VELOCITY,
+    LayerStep,
+    all_finite,
+    block_sizes,
+    initial_inverse,
+    step_parameter_,
+)
+from rlsprune.optim.layers import Layer, divide
+from rlsprune.optim.recorder import ForwardHook, Recorder
+
+# A layer whose P would be larger than this gets a warning at construction.
+LARGE_INVERSE_BYTES = 2**30
+
+
+class RLS(Optimizer):
+    r"""Recursive least squares for neural networks, equations (16) to (22) of the paper.
+
+    Each Linear and Conv layer l keeps :math:`P`, the inverse autocorrelation of its mean inputs (a bias counts as an
+    input that is always 1). With the batch's mean input :math:`x`, every step computes
+
+    .. math::
+        u &= P_{t-1} x, \qquad h = \lambda + k\, x^T u \\
+        \Psi_t &= \alpha \Psi_{t-1} - (\eta / h)\, P_{t-1} \nabla W \\
+        W_t &= W_{t-1} + \Psi_t \\
+        P_t &= (P_{t-1} - (k / h)\, u u^T) / \lambda
+
+    All other parameters (batch norm, embeddings, …) are trained by momentum SGD in the last parameter group, so one
+    optimizer trains any network. There is one parameter group per preconditioned layer, with the layer's ``"name"``,
+    so that the paper's η^l is that group's ``"lr"``.
+
+    What happens in the less usual cases:
+
+    - A layer called several times, and modules that share all their parameters, are one layer whose mean input is the
+      mean over all calls. Modules that share only some of their parameters are left to momentum SGD, with a warning.
+    - A layer that got no gradient keeps its weights, velocity and P. A frozen layer costs nothing until it is unfrozen;
+      a frozen bias (or weight) of a trained layer counts as having a zero gradient.
+    - Several backward passes before a step (gradient accumulation): the mean input is averaged over them by rows.
+    - Weight decay is decoupled: ``W ← (1 − η·decay)·W`` before the step.
+    - When not to use it: layers with tens of thousands of inputs, unless ``block_size`` is set, since P has n² entries.
+
+    Example:
+        >>> import torch, rlsprune
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> optimizer = rlsprune.RLS(model)
+        >>> loss = model(torch.rand(16, 4)).square().mean()
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.inverse("0").shape
+        torch.Size([5, 5])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1.0,  # η
+        momentum: float = 0.5,  # α
+        forgetting: float = 1.0,  # λ
+        mean_scale: float = 0.1,  # k
+        p0: float = 1.0,
+        weight_decay: float = 0.0,
+        block_size: int | None = None,
+        fallback_lr: float = 0.1,
+        dtype: torch.dtype | None = None,
+        on_fault: str = "raise",
+    ) -> None:
+        """Registers one forward hook per layer; see the class for what each setting does.
+
+        Args:
+            model: The module to train. All its parameters are taken.
+            lr: η, the gradient scaling factor of every preconditioned layer.
+            momentum: α in [0, 1), also of the momentum SGD for the other parameters.
+            forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
+            mean_scale: k > 0, the weight of a batch's mean input in P.
+            p0: P starts at p0·I. With 1, η is an ordinary learning rate.
+            weight_decay: Decoupled weight decay.
+            block_size: P as diagonal blocks of at most this many inputs (whole channels, at least one).
+            fallback_lr: Learning rate of the momentum SGD for every other parameter.
+            dtype: Of P; None for float32, or the weight's if wider. Never half.
+            on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite. Either
+                way nothing has changed. On an accelerator the fault is reported at the next step, since looking at
+                once would make the host wait.
+        """
+        _check("lr", lr, lr >= 0, "a number ≥ 0")
+        _check("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+        _check("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
+        _check("mean_scale", mean_scale, 0 < mean_scale < math.inf, "a number > 0")
+        _check("p0", p0, 0 < p0 < math.inf, "a number > 0")
+        _check("weight_decay", weight_decay, weight_decay >= 0, "a number ≥ 0")
+        _check("fallback_lr", fallback_lr, fallback_lr >= 0, "a number ≥ 0")
+        _check("block_size", block_size, block_size is None or block_size >= 1, "None or at least 1")
+        _check("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
+        _check("dtype", dtype, dtype in (None, torch.float32, torch.float64), "None, torch.float32 or torch.float64")
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"RLS takes the module itself, not {type(model).__name__}: pass model, not model.parameters()"
+            )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
+
+        parts = divide(model)
+        self._block_size, self._on_fault, self._fallback_lr = block_size, on_fault, fallback_lr
+        self._recorders = {name: Recorder(dtype) for name in parts.layers}
+        self._probes: dict[str, Tensor] = {}
+        self._checks: list[tuple[str, Tensor]] = []
+        self._unseen: set[str] = set()
+        self._handles: list[RemovableHandle] | None = []
+
+        shared = {"momentum": momentum, "weight_decay": weight_decay}
+        groups: list[dict[str, Any]] = [
+            {"params": list(layers[0].parameters(recurse=False)), "name": name, "preconditioned": True}
+            for name, layers in parts.layers.items()
+        ]
+        if parts.others:
+            groups.append({"params": [p for _, p in parts.others], "name": "fallback", "preconditioned": False})
+        super().__init__(groups, {"lr": lr, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0, **shared})
+
+        for name, layers in parts.layers.items():
+            hook = ForwardHook(self._recorders[name])
+            self._handles += [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
+            self._warn_if_large(name, layers[0])
+        for name, reason in parts.left_out.items():
+            warnings.warn(f"layer {name!r} is trained by momentum SGD, not RLS: {reason}", stacklevel=2)
+
+    # --- the usual contract -------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group trained by momentum SGD (at ``fallback_lr`` unless it says otherwise)."""
+        if not param_group.setdefault("preconditioned", False):
+            param_group.setdefault("lr", self._fallback_lr)
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, and with them the inputs collected since the last step."""
+        super().zero_grad(set_to_none)
+        for recorder in self._recorders.values():
+            recorder.clear()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step for every parameter that has a gradient: all of them, or none if a fault is found.
+
+        Raises:
+            FloatingPointError: Input, gradient or P of a layer is not finite, with ``on_fault="raise"``.
+        """
+        if self._handles is None:
+            raise RuntimeError("this optimizer was closed: create a new one to go on training")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._report_faults()
+        try:
+            self._step()
+        finally:
+            for recorder in self._recorders.values():
+                recorder.clear()
+        return loss
+
+    def _step(self) -> None:
+        steps: list[LayerStep] = []
+        plain: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            prepared = self._prepare(group) if trained and group["preconditioned"] else None
+            if prepared is not None:
+                steps.append(prepared)
+            else:
+                plain += [(group, p, dense_gradient(group.get("name"), p)) for p in trained]
+
+        checks = [(f"{what} of layer {step.group['name']!r}", ok) for step in steps for what, ok in step.checks.items()]
+        checks += [(f"the gradient in group {group.get('name')!r}", all_finite([grad])) for group, _, grad in plain]
+        self._checks = checks
+        # Looking at a flag on an accelerator makes the host wait for it, so there the step is masked on the device and
+        # a fault is reported at the next step.
+        gates: dict[torch.device, Tensor | None] = dict.fromkeys(ok.device for _, ok in checks)
+        if all(device.type == "cpu" for device in gates):
+            if self._report_faults():
+                return
+        else:
+            for device in gates:
+                gates[device] = torch.stack([ok.to(device, non_blocking=True) for _, ok in checks]).all()
+
+        for step in steps:
+            for p in step.group["params"]:
+                self._velocity(p, step.blocks[0].dtype)
+            step.apply(self.state, gates[step.weight.device])
+        for group, p, grad in plain:
+            self._plain_step(group, p, grad, gates[p.device])
+
+    def _prepare(self, group: dict[str, Any]) -> LayerStep | None:
+        """The layer's step, or None if its forward was never seen (it then takes a momentum SGD step)."""
+        name, recorder = group["name"], self._recorders[group["name"]]
+        weight, bias = group["params"][0], group["params"][1] if len(group["params"]) > 1 else None
+        mean = recorder.mean
+        if mean is None:
+            if name not in self._unseen:
+                self._unseen.add(name)
+                warnings.warn(
+                    f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
+                    f"takes momentum SGD steps at fallback_lr={self._fallback_lr}: call the module for RLS to train it",
+                    stacklevel=4,
+                )
+            return None
+        mean = mean.to(weight.device)
+        state = self.state[weight]
+        blocks = state.get(INVERSE)
+        if blocks is None:
+            blocks = state[INVERSE] = initial_inverse(mean, weight, group["p0"], self._block_size)
+        elif blocks[0].device != weight.device:
+            blocks = state[INVERSE] = [P.to(weight.device) for P in blocks]
+        batch = recorder.batch() if len(blocks) == 1 else None
+        probe = None if batch is None else self._probe(name, mean.shape[-1], batch[0])
+        return LayerStep.prepare(group, weight, bias, blocks, mean, batch, probe)
+
+    def _plain_step(self, group: dict[str, Any], p: Tensor, grad: Tensor, gate: Tensor | None) -> None:
+        lr = self._fallback_lr if group["preconditioned"] else group["lr"]
+        velocity, momentum = self._velocity(p, p.dtype), group["momentum"]
+        if gate is not None:
+            grad, momentum = torch.where(gate, grad, 0), torch.where(gate, momentum, 1.0)
+        velocity.mul_(momentum).add_(grad, alpha=-lr)
+        step_parameter_(p, velocity, lr * group["weight_decay"], gate)
+
+    def _velocity(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        velocity: Tensor | None = self.state[p].get(VELOCITY)
+        if velocity is None:
+            velocity = torch.zeros(p.shape, dtype=dtype, device=p.device)
+        elif velocity.device != p.device or not velocity.is_contiguous():
+            velocity = velocity.to(p.device).contiguous()
+        self.state[p][VELOCITY] = velocity
+        return velocity
+
+    def _probe(self, name: str, size: int, like: Tensor) -> Tensor:
+        probe = self._probes.get(name)
+        if probe is None or len(probe) != size or probe.dtype != like.dtype:
+            generator = torch.Generator().manual_seed(size)  # the global random state is the user's
+            probe = self._probes[name] = torch.randn(size, generator=generator, dtype=like.dtype)
+        return probe
+
+    def _report_faults(self) -> bool:
+        """Raises or warns if a check of the last step failed; True if one did."""
+        failed = [what for what, ok in self._checks if not ok]
+        self._checks = []
+        if not failed:
+            return False
+        message = (
+            f"not finite: {failed[0]}{f' (and {len(failed) - 1} more)' if len(failed) > 1 else ''}. Weights and P are "
+            "as before that step. Check the data and the loss, or lower lr; optimizer.check() tells the health "
+            "of P and optimizer.reset() renews it"
+        )
+        if self._on_fault == "raise":
+            raise FloatingPointError(message)
+        warnings.warn(f"step skipped, {message}", stacklevel=4)
+        return True
+
+    # --- P ------------------------------------------------------------------------------------------------------------
+
+    def inverse(self, name: str) -> Tensor:
+        """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution.
+
+        A copy if the layer's P is kept in blocks, else the matrix itself.
+        """
+        blocks = self._blocks(name)
+        if blocks is None:
+            raise RuntimeError(f"layer {name!r} has no P yet: it starts with the first step that trains the layer")
+        if len(blocks) > 1:
+            dense = torch.stack(
+                [
+                    torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+                    for parts in zip(*blocks, strict=True)
+                ]
+            )
+        else:
+            dense = blocks[0]
+        return dense[0] if len(dense) == 1 else dense
+
+    def _blocks(self, name: str) -> list[Tensor] | None:
+        for group in self.param_groups:
+            if group["preconditioned"] and group["name"] == name:
+                blocks: list[Tensor] | None = self.state.get(group["params"][0], {}).get(INVERSE)
+                return blocks
+        known = ", ".join(repr(known) for known in self._recorders)
+        raise KeyError(f"no preconditioned layer is called {name!r}; there are {known}")
+
+    @torch.no_grad()
+    def reset(self, name: str | None = None) -> None:
+        """Sets P of one layer, or of all, back to p0·I. Weights and velocities stay."""
+        for group in self.param_groups:
+            if group["preconditioned"] and name in (None, group["name"]):
+                for P in self._blocks(group["name"]) or ():
+                    P.zero_().diagonal(dim1=-2, dim2=-1).fill_(group["p0"])
+        if name is not None:
+            self._blocks(name)
+
+    def check(self) -> dict[str, LayerHealth]:
+        """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ per layer."""
+        self._report_faults()
+        return {name: layer_health(name, blocks) for name in self._recorders if (blocks := self._blocks(name))}
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of state held, for ``"inverse"`` (all P), ``"velocity"`` and in ``"total"``."""
+        usage = {INVERSE: 0, VELOCITY: 0}
+        for state in self.state.values():
+            usage[INVERSE] += sum(P.nbytes for P in state.get(INVERSE, ()))
+            usage[VELOCITY] += state[VELOCITY].nbytes if VELOCITY in state else 0
+        return usage | {"total": sum(usage.values())}
+
+    def _warn_if_large(self, name: str, layer: Layer) -> None:
+        weight = layer.weight
+        sizes = block_sizes(weight[0].numel(), weight[0, 0].numel(), layer.bias is not None, self._block_size)
+        groups = getattr(layer, "groups", 1)
+        size = groups * sum(b * b for b in sizes) * self._recorders[name].precision(weight).itemsize
+        if size > LARGE_INVERSE_BYTES:
+            warnings.warn(
+                f"P of layer {name!r} ({sum(sizes)} inputs) takes {size / 2**30:.1f} GiB: set block_size, for example "
+                f"RLS(..., block_size=4096), to keep it in diagonal blocks",
+                stacklevel=3,
+            )
+
+    # --- copying, saving, closing -------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of an optimizer over the same layers; P keeps its precision, whatever the weight's.
+
+        Raises:
+            ValueError: Layers or shapes differ. Nothing has changed then.
+        """
+        saved_groups, groups = state_dict["param_groups"], self.param_groups
+        names = [[g.get("name") for g in gs] for gs in (saved_groups, groups)]
+        if names[0] != names[1]:
+            raise ValueError(
+                f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model"
+            )
+        inverses: dict[Tensor, list[Tensor]] = {}
+        for saved_group, group in zip(saved_groups, groups, strict=True):
+            for key, p in zip(saved_group["params"], group["params"], strict=False):
+                saved = state_dict["state"].get(key, {})
+                self._check_shapes(group["name"], p, saved)
+                if INVERSE in saved:
+                    dtype = self._recorders[group["name"]].precision(p)
+                    inverses[p] = [P.to(device=p.device, dtype=dtype, copy=True) for P in saved[INVERSE]]
+        super().load_state_dict(state_dict)
+        for p, blocks in inverses.items():
+            self.state[p][INVERSE] = blocks
+            if VELOCITY in self.state[p]:
+                self.state[p][VELOCITY] = self.state[p][VELOCITY].to(blocks[0].dtype)
+
+    def _check_shapes(self, name: str, p: Tensor, saved: dict[str, Any]) -> None:
+        if VELOCITY in saved and saved[VELOCITY].shape != p.shape:
+            raise ValueError(
+                f"layer {name!r}: the saved velocity is of shape {tuple(saved[VELOCITY].shape)}, the parameter of "
+                f"{tuple(p.shape)}: load the pruned model (rlsprune.load) before its optimizer"
+            )
+        inputs = sum(P.shape[-1] for P in saved.get(INVERSE, ()))
+        if inputs and inputs - p[0].numel() not in (0, 1):
+            raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {p[0].numel()}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        keys = ("_recorders", "_handles", "_block_size", "_on_fault", "_fallback_lr")
+        return super().__getstate__() | {key: self.__dict__[key] for key in keys}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_probes": {}, "_checks": [], "_unseen": set()} | state)
+
+    def close(self) -> None:
+        """Removes the hooks from the model. The state stays readable; further steps raise."""
+        for handle in self._handles or ():
+            handle.remove()
+        self._handles = None
+
+
+def _check(name: str, value: object, valid: bool, expected: str) -> None:
+    if not valid:
+        raise ValueError(f"{name}={value!r} is not valid: it must be {expected}")
+
+
+def dense_gradient(name: str | None, parameter: Tensor) -> Tensor:
+    """The parameter's gradient, refused if it is sparse."""
+    grad = parameter.grad
+    if grad is None or grad.is_sparse:
+        raise ValueError(f"group {name!r} has a sparse gradient: create the embedding with sparse=False")
+    return grad
