@@ -1,0 +1,7 @@
+"""Which channels of a network must go together, and where each of them lies in every layer."""
+
+from rlsprune.graph.build import find_groups
+from rlsprune.graph.cuts import Cuts, plan_cuts
+from rlsprune.graph.groups import ChannelGraph, Group, Member
+
+__all__ = ["ChannelGraph", "Cuts", "Group", "Member", "find_groups", "plan_cuts"]

@@ -1,0 +1,113 @@
+"""From a network and an example of its input to the groups of channels that can be removed from it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from rlsprune.graph.groups import ChannelGraph, Group, Member
+from rlsprune.graph.layers import unprunable
+from rlsprune.graph.observe import Call, ExampleInputs, Observation, RawInput, observe
+from rlsprune.graph.preserve import preserved
+from rlsprune.graph.trace import trace_groups
+from rlsprune.graph.verify import verify_groups
+
+
+def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterable[str] = ()) -> ChannelGraph:
+    """Find which channels of a network must go together, and verify by experiment that they can go.
+
+    The network runs a few times in evaluation mode and is left exactly as it was.
+
+    Args:
+        model: The network itself, not a parallel or compiled wrapper of it.
+        example_inputs: What it is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        ignore: Names of modules that keep all the channels they make (a container's name: all modules in it), or
+            ``input`` to keep the input features.
+
+    Raises:
+        ValueError: if the model is wrapped, cannot run on the inputs, or ignore names no module.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> [(group.name, group.size) for group in find_groups(model, torch.randn(1, 4))]
+        [('input', 4), ('0', 8)]
+    """
+    _refuse_wrappers(model)
+    ignored = _expand(model, ignore)
+    call = Call.of(example_inputs)
+    with preserved(model):
+        seen = observe(model, call)
+        drafts, skipped = trace_groups(model, call, seen, ignored)
+        groups, failed = verify_groups(model, call, drafts)
+    inputs, raw = _input_groups(model, seen, ignored)
+    return ChannelGraph([*inputs, *groups], {**raw, **skipped, **failed})
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        where = f"{name!r} of the model" if name else "the model"
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel) or kind.startswith("FullySharded"):
+            raise ValueError(f"{where} is wrapped in {kind}: pass the inner module (.module), and wrap it again after")
+        if hasattr(module, "_orig_mod"):
+            raise ValueError(f"{where} is compiled ({kind}): pass the inner module (._orig_mod)")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{where} is a {kind}, whose layers cannot change: pass the module it was made from")
+        if any(isinstance(own, UninitializedParameter) for own in module._parameters.values()):
+            raise ValueError(f"{where} is a {kind} without parameters yet: run the model once before pruning it")
+
+
+def _expand(model: nn.Module, ignore: Iterable[str]) -> set[str]:
+    if isinstance(ignore, str):
+        raise ValueError(f"ignore must be a collection of module names, got the string {ignore!r}: write [{ignore!r}]")
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    found: set[str] = set()
+    for wanted in ignore:
+        if wanted not in names and wanted != "input":
+            close = difflib.get_close_matches(wanted, names, n=3)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see model.named_modules()"
+            raise ValueError(f"ignore names {wanted!r}, which is no module of the model: {hint}")
+        found |= {wanted, *(name for name in names if name.startswith(f"{wanted}."))}
+    return found
+
+
+def _input_groups(model: nn.Module, seen: Observation, ignore: set[str]) -> tuple[list[Group], dict[str, str]]:
+    """A group for each input tensor whose features only linear layers read."""
+    names = {module: name for name, module in model.named_modules()}
+    groups: list[Group] = []
+    skipped: dict[str, str] = {}
+    for name, raw in seen.inputs.items():
+        if not raw.readers:
+            # An image, say, that a convolution reads: nothing that could have been pruned.
+            continue
+        why = "it is named in ignore" if {name, "input"} & ignore else _keep_input(raw, seen, names)
+        if why is None:
+            readers = list(dict.fromkeys(raw.readers))
+            index = torch.arange(readers[0].in_features).unsqueeze(1)
+            consumers = tuple(Member(names[reader], reader, "in", index) for reader in readers)
+            groups.append(Group(name, len(index), True, (), (), consumers))
+        else:
+            skipped[name] = why
+    return groups, skipped
+
+
+def _keep_input(raw: RawInput, seen: Observation, names: dict[nn.Module, str]) -> str | None:
+    if raw.others:
+        return f"besides linear layers, {', '.join(dict.fromkeys(raw.others))} reads the network's input"
+    widths = {names[reader]: reader.in_features for reader in raw.readers}
+    if len(set(widths.values())) > 1:
+        return f"layers read it with different numbers of features: {widths}"
+    if max(widths.values()) < 2:
+        return "it has a single feature"
+    for reader in raw.readers:
+        why = unprunable(reader)
+        if why is not None:
+            return f"{names[reader]} cannot be cut: {why}"
+        if seen.calls[reader] != raw.readers.count(reader):
+            return f"{names[reader]} reads other things too"
+    return None

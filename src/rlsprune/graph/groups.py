@@ -1,0 +1,145 @@
+"""Groups of channels that must go together, and how they move when some of them went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.graph.layers import Side
+
+Axis = tuple[str, Side]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One side of one layer, and which of its channels belong to which unit of the group."""
+
+    name: str
+    """Of the module in ``model.named_modules()``; of the parameter for a parameter that stands by itself."""
+    module: nn.Module
+    """The layer; for a parameter that stands by itself, the module that owns it."""
+    side: Side
+    index: Tensor
+    """(units × k): the channels on that side that belong to each unit, ascending."""
+    dim: int | None = None
+    """For a parameter that stands by itself, the dimension along which its channels lie."""
+
+    @property
+    def axis(self) -> Axis:
+        """What the index counts along: members of different groups can share it, as after a concatenation."""
+        return self.name, self.side
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels that must go together.
+
+    A depthwise convolution is a carrier: it makes each channel from one channel, so it neither mixes units nor counts
+    as a layer that makes or reads them, but its weights shrink with them.
+    """
+
+    name: str
+    """Of the first producer; ``input`` for the features of the network's input."""
+    size: int
+    """Units that are left."""
+    is_input: bool
+    """Whether the units are features of the network's input, which no layer makes."""
+    producers: tuple[Member, ...]
+    """Layers whose output channels are the units: linear, convolution, embedding."""
+    carriers: tuple[Member, ...]
+    """Layers passed through channel by channel: normalisation, PReLU, depthwise convolution, lone parameters."""
+    consumers: tuple[Member, ...]
+    """Layers whose input channels are the units."""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Producers, carriers and consumers."""
+        return self.producers + self.carriers + self.consumers
+
+
+class ChannelGraph:
+    """All groups of a network, in the order in which it runs, the groups of its inputs first.
+
+    Groups are immutable: ``shrink`` puts new ones in place of the old, so to undo it is to assign the old ``groups``.
+    """
+
+    def __init__(self, groups: Sequence[Group], skipped: Mapping[str, str]) -> None:
+        self.groups = tuple(groups)
+        self.skipped = dict(skipped)
+        """Name of what was left alone → why."""
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, name: str) -> Group:
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(f"no group {name!r}; there are {', '.join(group.name for group in self.groups) or 'none'}")
+
+    def shrink(self, removed: Mapping[str, Tensor | Sequence[int]]) -> None:
+        """Renumber every group after units were removed; without running the network again.
+
+        Args:
+            removed: Name of a group → its units that went, as numbered before this call.
+        """
+        units = {name: unit_index(self[name], which) for name, which in removed.items()}
+        gone = removed_channels([(self[name], which) for name, which in units.items()])
+        self.groups = tuple(_renumber(group, units.get(group.name), gone) for group in self.groups)
+
+
+def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
+    """Units as a sorted index tensor without repeats, on the CPU.
+
+    Raises:
+        ValueError: if a unit does not exist, or none would be left.
+    """
+    index = _sorted_set(torch.as_tensor(units, dtype=torch.long).detach().cpu().flatten())
+    if len(index) and not 0 <= int(index[0]) <= int(index[-1]) < group.size:
+        raise ValueError(f"{group.name}: units must lie in 0…{group.size - 1}, got {index.tolist()}")
+    if len(index) == group.size:
+        raise ValueError(f"{group.name}: cannot remove all {group.size} units; leave at least one")
+    return index
+
+
+def removed_channels(units: Sequence[tuple[Group, Tensor]]) -> dict[Axis, Tensor]:
+    """The channels that go along each axis, sorted, when these units of these groups go."""
+    parts: dict[Axis, list[Tensor]] = {}
+    for group, which in units:
+        if len(which):
+            for member in group.members:
+                parts.setdefault(member.axis, []).append(member.index[which].flatten())
+    return {axis: _sorted_set(torch.cat(part)) for axis, part in parts.items()}
+
+
+def _sorted_set(index: Tensor) -> Tensor:
+    found: Tensor = torch.unique(index)
+    return found
+
+
+def _renumber(group: Group, units: Tensor | None, gone: Mapping[Axis, Tensor]) -> Group:
+    keep = torch.ones(group.size, dtype=torch.bool)
+    if units is not None:
+        keep[units] = False
+
+    def moved(member: Member) -> Member:
+        index = member.index[keep]
+        if member.axis in gone:
+            index = index - torch.searchsorted(gone[member.axis], index)
+        return replace(member, index=index)
+
+    if units is None and not any(member.axis in gone for member in group.members):
+        return group
+    return replace(
+        group,
+        size=int(keep.sum()),
+        producers=tuple(map(moved, group.producers)),
+        carriers=tuple(map(moved, group.carriers)),
+        consumers=tuple(map(moved, group.consumers)),
+    )

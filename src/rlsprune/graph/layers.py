@@ -1,0 +1,113 @@
+"""Where the channels of each kind of layer lie: tensors, dimensions and attributes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+Side = Literal["in", "out", "both"]
+"""The channels a layer reads, those it makes, or, where each output channel is made of one input channel, both."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One tensor of a layer and the dimension of it along which channels lie."""
+
+    tensor: str
+    dim: int
+    groups: int = 1
+    """How many channels share an entry of ``dim``: a grouped convolution stores only ``channels / groups`` entries."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One side of a layer: how many channels, and what shrinks with them."""
+
+    size: int
+    slabs: tuple[Slab, ...]
+    attributes: dict[str, int] = field(default_factory=dict)
+    """Attribute → divisor: after a cut the attribute is the number of channels left divided by it."""
+    blocks: Tensor | None = None
+    """(units × k) channels that can only go together inside this layer; None: every channel on its own."""
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether each output channel of the convolution is made of the input channel with the same number."""
+    return isinstance(module, _ConvNd) and 1 < module.groups == module.in_channels == module.out_channels
+
+
+def sides(module: nn.Module) -> tuple[Side, ...]:
+    """The sides on which channels of this layer can be removed; empty for a kind of layer that is left alone."""
+    if is_depthwise(module) or isinstance(module, _NormBase | nn.GroupNorm):
+        return ("both",)
+    if isinstance(module, nn.Linear | _ConvNd):
+        return ("in", "out")
+    if isinstance(module, nn.PReLU):
+        # A single slope serves every channel and stays whatever goes.
+        return ("both",) if module.num_parameters > 1 else ()
+    return ("out",) if isinstance(module, nn.Embedding) else ()
+
+
+def axis_of(module: nn.Module, side: Side) -> Axis:
+    """Describe one side of a layer.
+
+    Raises:
+        ValueError: if the layer has no channels on that side that could be removed.
+    """
+    if side not in sides(module):
+        raise ValueError(f"{type(module).__name__} has no channels to remove on its {side!r} side")
+    if isinstance(module, nn.Linear):
+        if side == "in":
+            return Axis(module.in_features, (Slab("weight", 1),), {"in_features": 1})
+        return Axis(module.out_features, (Slab("weight", 0), Slab("bias", 0)), {"out_features": 1})
+    if isinstance(module, _ConvNd):
+        return _conv_axis(module, side)
+    if isinstance(module, nn.GroupNorm):
+        each = module.num_channels // module.num_groups
+        blocks = torch.arange(module.num_channels).view(module.num_groups, each)
+        attributes = {"num_channels": 1, "num_groups": each}
+        return Axis(module.num_channels, (Slab("weight", 0), Slab("bias", 0)), attributes, blocks)
+    if isinstance(module, _NormBase):
+        slabs = tuple(Slab(name, 0) for name in ("weight", "bias", "running_mean", "running_var"))
+        return Axis(module.num_features, slabs, {"num_features": 1})
+    if isinstance(module, nn.PReLU):
+        return Axis(module.num_parameters, (Slab("weight", 0),), {"num_parameters": 1})
+    assert isinstance(module, nn.Embedding)
+    return Axis(module.embedding_dim, (Slab("weight", 1),), {"embedding_dim": 1})
+
+
+def _conv_axis(module: _ConvNd, side: Side) -> Axis:
+    if side == "both":
+        names = {"in_channels": 1, "out_channels": 1, "groups": 1}
+        return Axis(module.out_channels, (Slab("weight", 0), Slab("bias", 0)), names)
+    size = module.in_channels if side == "in" else module.out_channels
+    # Ordinary weights are (out, in / groups, …), transposed ones (in, out / groups, …).
+    dim = int((side == "in") != module.transposed)
+    folded = module.groups if dim == 1 else 1
+    slabs = (Slab("weight", dim, folded),) + ((Slab("bias", 0),) if side == "out" else ())
+    # Groups must stay equally wide, so a unit is the channel at one offset of every group.
+    blocks = torch.arange(size).view(module.groups, -1).T if module.groups > 1 else None
+    return Axis(size, slabs, {f"{side}_channels": 1}, blocks)
+
+
+def unprunable(module: nn.Module) -> str | None:
+    """Why the tensors of this layer cannot be cut although its kind can; None if they can."""
+    known = {slab.tensor for side in sides(module) for slab in axis_of(module, side).slabs}
+    own = {name for name, value in module._parameters.items() if value is not None}
+    if "weight" in known and hasattr(module, "weight") and module.weight is not None and "weight" not in own:
+        return "its weight is parametrised or masked, not a plain parameter; remove the parametrisation first"
+    if own - known:
+        return f"it has parameters that {type(module).__name__} does not usually have: {', '.join(sorted(own - known))}"
+    if isinstance(module, _ConvNd) and module.groups == module.out_channels != module.in_channels and module.groups > 1:
+        return f"it makes {module.out_channels} channels from {module.in_channels} in {module.groups} groups"
+    return None
+
+
+def join(*parts: str) -> str:
+    """A dotted name; the root module's own name is empty."""
+    return ".".join(part for part in parts if part)

@@ -1,0 +1,164 @@
+"""One run of the network: in which order its layers work, how often, and where its raw input goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+# Functions whose result holds the same features along its last dimension, or a flattened image's.
+_SAME_FEATURES = {
+    *("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous", "clone", "detach", "dropout", "dropout_"),
+    *("to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "requires_grad_"),
+}
+
+
+@dataclass
+class Call:
+    """How to call the network on the example inputs."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, example_inputs: ExampleInputs) -> Call:
+        """A tensor is the only argument, a tuple or list the arguments, a mapping the keyword arguments."""
+        if isinstance(example_inputs, Mapping):
+            return cls((), dict(example_inputs))
+        if isinstance(example_inputs, tuple | list):
+            return cls(tuple(example_inputs), {})
+        return cls((example_inputs,), {})
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every floating-point tensor among the arguments: ``input`` if it is the sole argument, or ``input[key]``."""
+        items = [*enumerate(self.args), *self.kwargs.items()]
+        found = {f"input[{key}]": x for key, x in items if isinstance(x, Tensor) and x.is_floating_point()}
+        return {"input": next(iter(found.values()))} if len(items) == 1 and found else found
+
+    def describe(self) -> str:
+        """The shapes of the arguments."""
+
+        def shape(value: Any) -> str:
+            return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+        return ", ".join([*map(shape, self.args), *(f"{key}={shape(value)}" for key, value in self.kwargs.items())])
+
+
+@dataclass
+class RawInput:
+    """Where one input tensor went."""
+
+    readers: list[nn.Linear] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Whatever else it went to."""
+
+
+@dataclass
+class Observation:
+    """What one run showed."""
+
+    order: dict[nn.Module, int]
+    """Module → position of its first call."""
+    calls: dict[nn.Module, int]
+    inputs: dict[str, RawInput]
+
+
+def observe(model: nn.Module, call: Call) -> Observation:
+    """Run the network once and watch.
+
+    Raises:
+        ValueError: if the network cannot run on these inputs.
+    """
+    order: dict[nn.Module, int] = {}
+    calls: dict[nn.Module, int] = {}
+
+    def count(module: nn.Module, _: Any) -> None:
+        order.setdefault(module, len(order))
+        calls[module] = calls.get(module, 0) + 1
+
+    raw = call.named_tensors()
+    watch = _RawInputs(model, raw)
+    with hooked(model.modules(), count), watch:
+        try:
+            output = model(*call.args, **call.kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"the model cannot run on example_inputs of shape {call.describe()}: {type(error).__name__}: {error}"
+            ) from error
+    for tensor in output_tensors(output):
+        watch.note(tensor, "the network's output")
+    return Observation(order, calls, watch.seen)
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """Every tensor in what a network returned."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += output_tensors([getattr(leaf, item.name) for item in fields(leaf)])
+        else:
+            leaves.append(leaf)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def hooked(modules: Any, hook: Callable[[nn.Module, Any], Any]) -> Iterator[None]:
+    """A forward pre-hook on these modules, for a while."""
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _RawInputs(TorchFunctionMode):
+    """Follows the input tensors through the functions that leave their features as they are."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.seen = {name: RawInput() for name in tensors}
+        # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
+        self._raw: dict[int, tuple[str, Tensor]] = {id(tensor): (name, tensor) for name, tensor in tensors.items()}
+        self._linear = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, nn.Linear)}
+
+    def note(self, tensor: Tensor, reader: str) -> None:
+        """Record that this tensor, if it is raw input, goes to something other than a linear layer."""
+        if id(tensor) in self._raw:
+            self.seen[self._raw[id(tensor)][0]].others.append(reader)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) in self._raw]
+        if not touched or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            return result
+        first = args[0] if args else kwargs.get("input")
+        name = getattr(func, "__name__", str(func))
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if func is torch.nn.functional.linear and touched[0] is first and id(weight) in self._linear:
+            self.seen[self._raw[id(first)][0]].readers.append(self._linear[id(weight)])
+        elif isinstance(result, Tensor) and touched[0] is first and _keeps_features(name, touched[0], args, kwargs):
+            self._raw[id(result)] = (self._raw[id(first)][0], result)
+        else:
+            for tensor in touched:
+                self.note(tensor, name)
+        return result
+
+
+def _keeps_features(name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name == "index_select":
+        # How a network that has already lost inputs picks those it kept.
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return dim in (-1, tensor.ndim - 1)
+    return name in _SAME_FEATURES

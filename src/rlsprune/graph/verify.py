@@ -1,0 +1,221 @@
+"""Proof by experiment: a network without some channels must equal the network with them zeroed where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
+
+from rlsprune.graph.cuts import cut, plan_cuts
+from rlsprune.graph.groups import Group
+from rlsprune.graph.observe import Call, hooked, output_tensors
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_SEED = 0
+
+
+def verify_groups(model: nn.Module, call: Call, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
+    """Keep the groups from which any channels can go.
+
+    All are tried at once, and halves only after a failure. Groups that share a layer are tried again in so many
+    selections that any two of them are once told apart: ``torch.chunk`` works while both halves lose equally many.
+
+    Returns:
+        The groups that passed, and name → reason of the others.
+    """
+    trial = _Trial(model, call)
+    failed: dict[str, str] = {}
+    trial.search(groups, failed)
+    shared = _sharing([group for group in groups if group.name not in failed])
+    for bit in range(max(len(shared) - 1, 0).bit_length()):
+        chosen = [group for number, group in enumerate(shared) if number >> bit & 1 and group.name not in failed]
+        trial.search(chosen, failed)
+    # Number 0 has no bit set.
+    trial.search([group for group in shared[:1] if group.name not in failed], failed)
+    return [group for group in groups if group.name not in failed], failed
+
+
+def _sharing(groups: Sequence[Group]) -> list[Group]:
+    count: dict[Any, int] = {}
+    for group in groups:
+        for member in group.producers + group.carriers:
+            count[member.axis] = count.get(member.axis, 0) + 1
+    return [g for g in groups if any(count[member.axis] > 1 for member in g.producers + g.carriers)]
+
+
+class _Trial:
+    """The network with random weights, which cannot hide a mistake as zero-initialised ones do."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        self.model = model
+        self.call = call
+        self.layers = {module: name for name, module in model.named_modules() if not list(module.children())}
+        self.canonical = {id(tensor): name for name, tensor in _named_tensors(model, duplicates=False)}
+        on_cpu_or_cuda = all(tensor.device.type != "mps" for _, tensor in _named_tensors(model, duplicates=False))
+        self._use(torch.float64 if on_cpu_or_cuda else torch.float32)
+        try:
+            self.run({})
+        except Exception:
+            # Some networks insist on single precision somewhere in their forward.
+            self._use(torch.float32)
+
+    def _use(self, dtype: torch.dtype) -> None:
+        self.tolerance = _TOLERANCE[dtype]
+        generator = torch.Generator().manual_seed(_SEED)
+        norms = {id(b) for m in self.model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
+        self.state = {}
+        for name, tensor in _named_tensors(self.model, duplicates=False):
+            if not tensor.is_floating_point():
+                continue
+            if isinstance(tensor, nn.Parameter) or id(tensor) in norms:
+                self.state[name] = _random_like(tensor, generator, dtype)
+            else:
+                self.state[name] = tensor.to(dtype)
+
+        def convert(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            constant = bool((value == value.flatten()[:1]).all())
+            values = torch.randn(value.shape, generator=generator).to(value.device) if constant else value
+            return values.to(dtype)
+
+        self.inputs = tree_map(convert, (self.call.args, self.call.kwargs))
+
+    def search(self, groups: Sequence[Group], failed: dict[str, str]) -> None:
+        """Find by halving which of the groups fail."""
+        why = self.fault(groups) if groups else None
+        if why is None:
+            return
+        if len(groups) == 1:
+            failed[groups[0].name] = why
+            return
+        half = len(groups) // 2
+        self.search(groups[:half], failed)
+        self.search(groups[half:], failed)
+
+    def fault(self, groups: Sequence[Group]) -> str | None:
+        """What goes wrong when some units of each of these groups go; None if nothing does."""
+        generator = torch.Generator().manual_seed(_SEED)
+        chosen: list[tuple[Group, Tensor]] = []
+        for group in groups:
+            count = int(torch.randint(1, max(2, group.size // 2 + 1), (), generator=generator))
+            chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
+        with _zeroed(chosen):
+            whole = self.run({})
+        cuts = plan_cuts(chosen)
+        tensors = dict(_named_tensors(self.model, duplicates=True))
+        state = {}
+        for name, dims in cuts.tensors.items():
+            key = self.canonical[id(tensors[name])]
+            state[key] = cut(self.state[key], dims)
+        try:
+            with _attributes(self.model, cuts.attributes):
+                small = self.run(state)
+        except Exception as error:
+            return f"the network does not run without some of its channels ({_first_line(error)})"
+        return self._difference(whole, small)
+
+    def run(self, state: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Outputs of the network and of every layer, by name."""
+        seen: dict[str, list[Tensor]] = {}
+
+        def record(module: nn.Module, _: Any, output: Any) -> None:
+            seen.setdefault(self.layers[module], []).extend(output_tensors(output))
+
+        handles = [module.register_forward_hook(record) for module in self.layers]
+        args, kwargs = self.inputs
+        torch.manual_seed(_SEED)
+        try:
+            with torch.no_grad():
+                output = functional_call(self.model, {**self.state, **state}, args, kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        seen["the network's output"] = output_tensors(output)
+        return seen
+
+    def _difference(self, whole: dict[str, list[Tensor]], small: dict[str, list[Tensor]]) -> str | None:
+        # A layer that lost channels has another shape and says nothing; all others must agree, so that an output
+        # that saturates does not hide a mistake.
+        for name, tensors in whole.items():
+            final = name == "the network's output"
+            for one, other in zip(tensors, small.get(name, []), strict=False):
+                if one.shape != other.shape:
+                    if final:
+                        return f"the network's output changes its shape {tuple(one.shape)} without them"
+                elif final and not torch.is_floating_point(one):
+                    continue
+                elif not _close(one, other, self.tolerance):
+                    return f"without some of its channels {name} is not what it is with them zeroed at their readers"
+        return None
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if not one.is_floating_point() or not one.numel():
+        return True
+    scale = one.abs().nan_to_num().max()
+    return torch.allclose(one, other, rtol=0.0, atol=float(tolerance * scale) + 1e-30, equal_nan=True)
+
+
+@contextmanager
+def _zeroed(chosen: Sequence[tuple[Group, Tensor]]) -> Iterator[None]:
+    """The network with these units zeroed where they are read."""
+    columns: dict[nn.Module, list[Tensor]] = {}
+    for group, units in chosen:
+        for member in group.consumers:
+            columns.setdefault(member.module, []).append(member.index[units].flatten())
+
+    def zero(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (zero_channels(module, inputs[0], torch.cat(columns[module])), *inputs[1:])
+
+    with hooked(columns, zero):
+        yield
+
+
+def zero_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
+    """The input of a linear or convolutional layer with some of its channels zeroed."""
+    # Counted from the end, since the batch dimension may be missing.
+    dim = -1 - len(module.kernel_size) if isinstance(module, _ConvNd) else -1
+    return tensor.index_fill(dim, channels.to(tensor.device), 0)
+
+
+@contextmanager
+def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iterator[None]:
+    before = [
+        (module, name, getattr(module, name), value)
+        for module, values in ((model.get_submodule(key), values) for key, values in attributes.items())
+        for name, value in values.items()
+    ]
+    try:
+        for module, name, _, value in before:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value, _ in before:
+            setattr(module, name, value)
+
+
+def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Weights that keep signals at their size; vectors (scales, variances, biases) positive, so that units live."""
+    if tensor.ndim < 2:
+        values = 0.5 + torch.rand(tensor.shape, generator=generator, dtype=dtype)
+    else:
+        fan_in = max(1, tensor.numel() // tensor.shape[0])
+        values = torch.randn(tensor.shape, generator=generator, dtype=dtype) / fan_in**0.5
+    return values.to(tensor.device)
+
+
+def _named_tensors(model: nn.Module, duplicates: bool) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=not duplicates)
+    yield from model.named_buffers(remove_duplicate=not duplicates)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

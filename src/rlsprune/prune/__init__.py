@@ -1,0 +1,1 @@
+"""Choosing channels, removing them, and keeping the training going."""
