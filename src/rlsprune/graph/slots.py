@@ -19,6 +19,7 @@ class Slots:
     owner: dict[Axis, tuple[nn.Module, int | None]] = field(default_factory=dict)
     """Axis → its layer; for a parameter that stands by itself, the module that owns it and the dimension."""
     reached: set[int] = field(default_factory=set)
+    readings: dict[Axis, list[tuple[int, int]]] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     trouble: dict[int, str] = field(default_factory=dict)
     """Slot → why it has to stay."""
@@ -43,6 +44,21 @@ class Slots:
         """These two go together."""
         low, high = sorted((self.find(one), self.find(other)))
         self.parent[high] = low
+
+    def read(self, axis: Axis, channel: int, by: int) -> None:
+        """A linear layer reads this; where the channels lie is settled when all of its inputs are known."""
+        self.readings.setdefault(axis, []).append((channel, by))
+
+    def settle_readings(self) -> None:
+        """Tie what linear layers read; behind a flatten that went unseen, a channel is a run of inputs."""
+        for axis, pairs in self.readings.items():
+            start, size = self.start[axis], self.sizes[axis]
+            known = len({channel for channel, _ in pairs})
+            complete = known == 1 + max(channel for channel, _ in pairs)
+            run = size // known if complete and size % known == 0 else 1
+            for channel, slot in pairs:
+                for place in range(channel * run, (channel + 1) * run):
+                    self.tie(slot, start + place)
 
     def units(self) -> dict[int, dict[Axis, list[int]]]:
         """The sets: representative → axis → channels, ascending."""

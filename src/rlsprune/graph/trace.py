@@ -53,6 +53,7 @@ def trace_groups(
         fresh = [channel for channel in range(size) if start + channel not in slots.reached]
         for node, handler, channels in _dependents(graph, module, fresh):
             _tie_dependents(slots, node, handler, channels, start, names, owners)
+    slots.settle_readings()
     slots.tie_inside_layers()
     slots.tie_shared_parameters()
     return _collect(slots, seen, ignore)
@@ -135,8 +136,11 @@ def _tie_dependents(
             where = f"there is no one-to-one map of its channels to those of {name}"
             slots.trouble.update(dict.fromkeys(roots, where))
         else:
-            slots.tie(root_start + channel.root_idx, start + channel.idx)
             slots.reached.add(start + channel.idx)
+            if axis[1] == "in" and isinstance(module, nn.Linear):
+                slots.read(axis, channel.idx, by=root_start + channel.root_idx)
+            else:
+                slots.tie(root_start + channel.root_idx, start + channel.idx)
 
 
 _BOTH: Side = "both"

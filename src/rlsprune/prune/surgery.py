@@ -57,11 +57,10 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: str) -> list[Callable[[], None]]:
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     changes: list[Callable[[], None]] = []
     done: set[int] = set()
     for name, dims in cuts.tensors.items():
-        tensor = tensors.get(name)
+        tensor = _tensor(model, name)
         if tensor is None or tensor.shape != cuts.shapes[name]:
             found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
             raise ValueError(f"{name} of {what} {found}, the plan is for shape {tuple(cuts.shapes[name])}")
@@ -77,6 +76,15 @@ def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: st
         layer = model.get_submodule(module)
         changes += [partial(setattr, layer, name, value) for name, value in values.items()]
     return changes
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor | None:
+    path, _, own = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return module._buffers[own] if own in module._buffers else module._parameters.get(own)
 
 
 def _cut_state(state: dict[str, object], parameter: Tensor, dims: dict[int, Tensor]) -> dict[str, Tensor]:

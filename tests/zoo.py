@@ -1,0 +1,448 @@
+"""Small networks, one for each way in which channels hang together, with an example of their input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from rlsprune.graph import ChannelGraph, Group, plan_cuts
+from rlsprune.prune.surgery import apply_cuts
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A network and what is known about it."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    """Of its input, batch first."""
+    groups: dict[str, int]
+    """Name → units of every group that can be pruned."""
+    skipped: tuple[str, ...] = ()
+    """Names that must be reported as left alone (the output layer is always)."""
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """The network with random weights and, so that no mistake hides, random normalisation statistics."""
+        torch.manual_seed(seed)
+        model = self.make()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                nn.init.uniform_(module.weight, 0.5, 1.5)
+                nn.init.normal_(module.bias)
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 1.5)
+        return model
+
+    def inputs(self, seed: int = 1, batch: int | None = None) -> Tensor:
+        """Random input."""
+        shape = (batch, *self.shape[1:]) if batch else self.shape
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Dropout(0.1), nn.Linear(10, 3)
+    )
+
+
+def vgg(batch_norm: bool) -> nn.Module:
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        norm = [nn.BatchNorm2d(outputs)] if batch_norm else []
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), *norm, nn.ReLU()]
+
+    features = [*block(3, 8), *block(8, 8), nn.MaxPool2d(2), *block(8, 12), nn.MaxPool2d(2)]
+    return nn.Sequential(
+        nn.Sequential(*features), nn.Flatten(), nn.Sequential(nn.Linear(12 * 4, 16), nn.ReLU(), nn.Linear(16, 5))
+    )
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.project = None
+        if stride != 1 or inputs != outputs:
+            self.project = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        return functional.relu(y + (x if self.project is None else self.project(x)))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int, groups: int = 1) -> None:
+        super().__init__()
+        outputs = 2 * width
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, groups=groups, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.project = None
+        if stride != 1 or inputs != outputs:
+            self.project = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.bn1(self.conv1(x)))
+        y = self.bn3(self.conv3(functional.relu(self.bn2(self.conv2(y)))))
+        return functional.relu(y + (x if self.project is None else self.project(x)))
+
+
+class ResNet(nn.Module):
+    def __init__(self, *blocks: nn.Module, stem: int, head: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, stem, 3, 1, 1, bias=False), nn.BatchNorm2d(stem), nn.ReLU())
+        self.blocks = nn.Sequential(*blocks)
+        self.fc = nn.Linear(head, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def resnet_basic() -> nn.Module:
+    return ResNet(BasicBlock(6, 6, 1), BasicBlock(6, 10, 2), BasicBlock(10, 10, 1), stem=6, head=10)
+
+
+def resnet_bottleneck() -> nn.Module:
+    return ResNet(Bottleneck(6, 4, 1), Bottleneck(8, 6, 2), Bottleneck(12, 6, 1), stem=6, head=12)
+
+
+def resnext() -> nn.Module:
+    return ResNet(Bottleneck(6, 12, 1, groups=3), Bottleneck(24, 12, 2, groups=3), stem=6, head=24)
+
+
+class DenseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(6 + 4 * i) for i in range(3))
+        self.layers = nn.ModuleList(nn.Conv2d(6 + 4 * i, 4, 3, padding=1) for i in range(3))
+        self.norm = nn.BatchNorm2d(18)
+        self.fc = nn.Linear(18 * 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = torch.cat([x, layer(functional.relu(norm(x)))], 1)
+        return self.fc(functional.adaptive_avg_pool2d(functional.relu(self.norm(x)), 2).flatten(1))
+
+
+class Inception(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.branch1 = nn.Conv2d(8, 4, 1)
+        self.branch3 = nn.Sequential(nn.Conv2d(8, 5, 1), nn.ReLU(), nn.Conv2d(5, 6, 3, padding=1))
+        self.pooled = nn.Conv2d(8, 3, 1)
+        self.head = nn.Conv2d(13, 6, 1)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.stem(x))
+        pooled = self.pooled(functional.avg_pool2d(x, 3, 1, 1))
+        x = torch.cat([self.branch1(x), self.branch3(x), pooled], dim=1)
+        return self.fc(functional.relu(self.head(functional.relu(x))).mean((2, 3)))
+
+
+class InvertedResidual(nn.Module):
+    def __init__(self, inputs: int, hidden: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.expand = nn.Sequential(nn.Conv2d(inputs, hidden, 1, bias=False), nn.BatchNorm2d(hidden), nn.ReLU6())
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False), nn.BatchNorm2d(hidden), nn.ReLU6()
+        )
+        self.project = nn.Sequential(nn.Conv2d(hidden, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.project(self.depthwise(self.expand(x)))
+        return x + y if self.residual else y
+
+
+def mobilenet() -> nn.Module:
+    return ResNet(InvertedResidual(6, 12, 6, 1), InvertedResidual(6, 12, 8, 2), stem=6, head=8)
+
+
+class ShuffleUnit(nn.Module):
+    """Channels split in two, one half transformed, both joined and shuffled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        half = width // 2
+        self.inner = nn.Conv2d(half, half + 1, 1)
+        self.outer = nn.Conv2d(half + 1, half, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, dim=1)
+        x = torch.cat([one, functional.relu(self.outer(functional.relu(self.inner(two))))], 1)
+        batch, channels, height, width = x.shape
+        return x.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(batch, channels, height, width)
+
+
+def shufflenet() -> nn.Module:
+    return ResNet(ShuffleUnit(8), ShuffleUnit(8), stem=8, head=8)
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.squeeze = nn.Conv2d(width, 4, 1)
+        self.excite = nn.Conv2d(4, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.conv(x))
+        return y * torch.sigmoid(self.excite(functional.relu(self.squeeze(y.mean((2, 3), keepdim=True)))))
+
+
+def squeeze_excite() -> nn.Module:
+    return ResNet(SqueezeExcite(8), BasicBlock(8, 8, 1), stem=8, head=8)
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.down2 = nn.Conv2d(6, 10, 3, padding=1)
+        self.up = nn.ConvTranspose2d(10, 7, 2, 2)
+        self.merge = nn.Conv2d(13, 6, 3, padding=1)
+        self.out = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = functional.relu(self.down1(x))
+        deep = functional.relu(self.down2(functional.max_pool2d(skip, 2)))
+        return self.out(functional.relu(self.merge(torch.cat([functional.relu(self.up(deep)), skip], 1))))
+
+
+def group_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(4, 12), nn.ReLU(),
+        nn.Conv2d(12, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.ReLU(),
+        nn.Conv2d(8, 6, 1), nn.GroupNorm(1, 6), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 5),
+    )  # fmt: skip
+
+
+def prelu() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.Conv2d(8, 6, 3), nn.PReLU(), nn.Flatten(), nn.Linear(96, 7),
+        nn.PReLU(7), nn.Linear(7, 5),
+    )  # fmt: skip
+
+
+def conv1d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 6, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(36, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 5),
+    )  # fmt: skip
+
+
+def conv3d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(2, 6, 3, padding=1), nn.BatchNorm3d(6), nn.ReLU(), nn.MaxPool3d(2), nn.Conv3d(6, 5, 3, padding=1),
+        nn.ReLU(), nn.Flatten(), nn.Linear(40, 5),
+    )  # fmt: skip
+
+
+class VisionTransformer(nn.Module):
+    """Patches, one block of attention and MLP; only the hidden layer of the MLP can lose width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 2, 2)
+        self.position = nn.Parameter(torch.randn(1, 16, 8))
+        self.norm1 = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.norm2 = nn.LayerNorm(8)
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.position
+        batch, tokens, width = x.shape
+        query, key, value = self.qkv(self.norm1(x)).view(batch, tokens, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        x = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        return self.head(x.mean(1))
+
+
+class Gated(nn.Module):
+    """A gated unit: channel i of one half and of the other go together, and a scale that is a lone parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 12, 3, padding=1)
+        self.scale = nn.Parameter(torch.randn(6, 1, 1))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.conv(x).chunk(2, dim=1)
+        return self.fc((self.scale * value * torch.sigmoid(gate)).mean((2, 3)))
+
+
+class ChannelsLastFlatten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.fc1 = nn.Linear(6 * 64, 9)
+        self.fc2 = nn.Linear(9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(functional.relu(self.fc1(functional.relu(self.conv(x)).permute(0, 2, 3, 1).flatten(1))))
+
+
+class ChannelSoftmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.mix = nn.Conv2d(6, 7, 1)
+        self.fc = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(functional.gelu(self.mix(self.conv(x).softmax(1))).mean((2, 3)))
+
+
+class UnevenSplit(nn.Module):
+    """Halves of one layer's channels that are read by different layers: ``chunk`` works only while they are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.left = nn.Conv2d(4, 6, 1)
+        self.right = nn.Conv2d(4, 6, 1)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = functional.relu(self.conv(x)).chunk(2, dim=1)
+        return self.fc((self.left(one) + self.right(two)).relu().mean((2, 3)))
+
+
+_IMAGE = (2, 3, 8, 8)
+
+ZOO: dict[str, Specimen] = {
+    "fnn": Specimen(fnn, (2, 1, 4, 4), {"input": 16, "1": 12, "3": 10}, ("6",)),
+    "vgg": Specimen(lambda: vgg(False), _IMAGE, {"0.0": 8, "0.2": 8, "0.5": 12, "2.0": 16}, ("2.2",)),
+    "vgg-bn": Specimen(lambda: vgg(True), _IMAGE, {"0.0": 8, "0.3": 8, "0.7": 12, "2.0": 16}, ("2.2",)),
+    "resnet-basic": Specimen(
+        resnet_basic,
+        _IMAGE,
+        {"stem.0": 6, "blocks.0.conv1": 6, "blocks.1.conv1": 10, "blocks.1.conv2": 10, "blocks.2.conv1": 10},
+        ("fc",),
+    ),
+    "resnet-bottleneck": Specimen(
+        resnet_bottleneck,
+        _IMAGE,
+        {
+            **{"stem.0": 6, "blocks.0.conv1": 4, "blocks.0.conv2": 4, "blocks.0.conv3": 8, "blocks.1.conv1": 6},
+            **{"blocks.1.conv2": 6, "blocks.1.conv3": 12, "blocks.2.conv1": 6, "blocks.2.conv2": 6},
+        },
+        ("fc",),
+    ),
+    "resnext": Specimen(
+        resnext,
+        _IMAGE,
+        {
+            **{"stem.0": 6, "blocks.0.conv1": 4, "blocks.0.conv2": 4, "blocks.0.conv3": 24},
+            **{"blocks.1.conv1": 4, "blocks.1.conv2": 4, "blocks.1.conv3": 24},
+        },
+        ("fc",),
+    ),
+    "densenet": Specimen(DenseNet, _IMAGE, {"stem": 6, "layers.0": 4, "layers.1": 4, "layers.2": 4}, ("fc",)),
+    "inception": Specimen(
+        Inception,
+        _IMAGE,
+        {"stem": 8, "pooled": 3, "branch1": 4, "branch3.0": 5, "branch3.2": 6, "head": 6},
+        ("fc",),
+    ),
+    "mobilenet": Specimen(
+        mobilenet,
+        _IMAGE,
+        {"stem.0": 6, "blocks.0.expand.0": 12, "blocks.1.expand.0": 12, "blocks.1.project.0": 8},
+        ("fc",),
+    ),
+    "shufflenet": Specimen(shufflenet, _IMAGE, {"blocks.0.inner": 5, "blocks.1.inner": 5}, ("stem.0", "fc")),
+    "squeeze-excite": Specimen(
+        squeeze_excite,
+        _IMAGE,
+        {"stem.0": 8, "blocks.0.conv": 8, "blocks.0.squeeze": 4, "blocks.1.conv1": 8},
+        ("fc",),
+    ),
+    "unet": Specimen(UNet, _IMAGE, {"down1": 6, "down2": 10, "up": 7, "merge": 6}, ("out",)),
+    "group-norm": Specimen(group_norm, _IMAGE, {"0": 4, "3": 8}, ("6", "11")),
+    "prelu": Specimen(prelu, _IMAGE, {"0": 8, "2": 6, "5": 7}, ("7",)),
+    "conv1d": Specimen(conv1d, (3, 3, 8), {"0": 8, "3": 6, "6": 9}, ("9",)),
+    "conv3d": Specimen(conv3d, (2, 2, 4, 4, 4), {"0": 6, "4": 5}, ("7",)),
+    "vit": Specimen(VisionTransformer, _IMAGE, {"fc1": 16}, ("patch", "head")),
+    "gated": Specimen(Gated, _IMAGE, {"conv": 6}, ("fc",)),
+    "channels-last-flatten": Specimen(ChannelsLastFlatten, _IMAGE, {"fc1": 9}, ("conv", "fc2")),
+    "channel-softmax": Specimen(ChannelSoftmax, _IMAGE, {"mix": 7}, ("conv", "fc")),
+    "uneven-split": Specimen(UnevenSplit, _IMAGE, {"left": 6}, ("conv", "conv[1]", "fc")),
+}
+
+
+def zeroed_output(model: nn.Module, chosen: list[tuple[Group, Tensor]], x: Tensor) -> Tensor:
+    """What the network says when these units are zeroed where they are read, in evaluation mode."""
+    handles = []
+    for group, units in chosen:
+        for member in group.consumers:
+            columns = member.index[units].flatten()
+
+            def zero(_: nn.Module, inputs: tuple[Tensor], columns: Tensor = columns) -> Tensor:
+                value = inputs[0].clone()
+                # Linear layers read the last dimension, convolutions the second of (batch, channel, …).
+                if isinstance(_, nn.Linear):
+                    value[..., columns] = 0
+                else:
+                    value[:, columns] = 0
+                return value
+
+            handles.append(member.module.register_forward_pre_hook(zero))
+    output = evaluate(model, x)
+    for handle in handles:
+        handle.remove()
+    return output
+
+
+def evaluate(model: nn.Module, x: Tensor) -> Tensor:
+    """The network's output in evaluation mode, which is left as it was."""
+    training = model.training
+    with torch.no_grad():
+        output = model.eval()(x)
+    model.train(training)
+    return output
+
+
+def some_units(graph: ChannelGraph, seed: int = 0) -> list[tuple[Group, Tensor]]:
+    """Of every group of more than one unit about a third of the units, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (group, torch.randperm(group.size, generator=generator)[: max(1, group.size // 3)].sort().values)
+        for group in graph
+        if group.size > 1
+    ]
+
+
+def remove(
+    model: nn.Module, graph: ChannelGraph, chosen: list[tuple[Group, Tensor]], optimizer: Optimizer | None = None
+) -> None:
+    """Remove units one group after the other, as an event does; a lost input feature is picked out by a hook."""
+    for name, units in [(group.name, units) for group, units in chosen]:
+        group = graph[name]
+        apply_cuts(model, plan_cuts([(group, units)]), optimizer)
+        graph.shrink({name: units})
+        if group.is_input:
+            keep = torch.tensor([unit for unit in range(group.size) if unit not in units.tolist()])
+            for member in group.consumers:
+                member.module.register_forward_pre_hook(lambda _, x, keep=keep: x[0].index_select(-1, keep))
