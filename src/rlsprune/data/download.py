@@ -113,8 +113,11 @@ def _download(url: str, file: RemoteFile, part: Path, progress: Progress) -> Non
                 part.unlink()  # it is not the beginning of what this mirror has
             raise
     with response:
-        if start and not (response.status == http.client.PARTIAL_CONTENT and _range_start(response) == start):
+        if response.status != http.client.PARTIAL_CONTENT:
             start = 0  # the server sends the whole file
+        elif _range_start(response) != start:
+            part.unlink(missing_ok=True)
+            raise _MirrorError("it answered with another part of the file than was asked for")
         with part.open("r+b" if start else "wb") as output:
             output.seek(start)
             _copy(response, output, file, start, progress)

@@ -95,7 +95,8 @@ def _read_variables(file: Source, wanted: Mapping[str, int]) -> dict[str, npt.ND
             if dims is None or len(dims) != wanted[name]:
                 raise file.fail(f"{name} is not an array of {wanted[name]} dimensions of real numbers")
             arrays[name] = _matrix_numbers(matrix, order, name, dims)
-            matrix.drain()  # up to zlib's own checksum
+            if matrix is not body:
+                matrix.drain()  # up to zlib's own checksum
         body.skip(body.capacity, "variable")
     missing = [name for name in wanted if name not in arrays]
     if missing:
