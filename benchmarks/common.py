@@ -1,0 +1,157 @@
+"""What the benchmarks share: the paper's networks and loss, the optimizers to compare, and how to time them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, one_hot
+from torch.optim import Optimizer
+from torch.optim import _muon as torch_muon
+
+import rlsprune
+
+try:
+    from pytorch_optimizer import SOAP, ScalableShampoo
+except ImportError:
+    SOAP = ScalableShampoo = None
+try:
+    from singd.optim.optimizer import SINGD
+except ImportError:
+    SINGD = None
+
+CLASSES = 10
+
+
+def fnn() -> nn.Sequential:
+    """The paper's fully-connected network for MNIST, 784-1024-512-10."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, CLASSES)
+    )
+
+
+def mini_vgg() -> nn.Sequential:
+    """The paper's small VGG for 3×32×32 images, in ``channels_last``."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for stage in ((64, 64), (128, 128), (256,)):
+        for width in stage:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(channels * 4 * 4, 1024), nn.ReLU(), nn.Linear(1024, CLASSES)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+def paper_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The paper's J: half the squared error to the one-hot targets, summed over outputs, averaged over the batch."""
+    targets = one_hot(labels, CLASSES).to(outputs.dtype)
+    return mse_loss(outputs, targets, reduction="sum") / (2 * len(outputs))
+
+
+def train_step(model: nn.Module, optimizers: Iterable[Optimizer], images: Tensor, labels: Tensor) -> None:
+    """One full training step."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    paper_loss(model(images), labels).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def clock() -> float:
+    """Seconds. With one thread the process's own time: on a busy machine, waiting for a core is not the optimizer's."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer to compare."""
+
+    name: str
+    build: Callable[[nn.Module, float], list[Optimizer]]
+    """From a model and a learning rate to the optimizers that together train it."""
+    default: float
+    """The learning rate of its paper or library."""
+    grid: tuple[float, ...]
+    """Learning rates to choose from."""
+
+
+def contenders(muon_bfloat16: bool = False) -> list[Contender]:
+    """All optimizers that are installed, the reference (SGD) first."""
+    found = [
+        Contender("SGD momentum", _sgd, 0.1, (0.03, 0.1, 0.3)),
+        Contender("RLS", lambda model, lr: [rlsprune.RLS(model, lr=lr)], 1.0, (1.0,)),
+        Contender("AdamW", lambda model, lr: [torch.optim.AdamW(model.parameters(), lr=lr)], 1e-3, (3e-4, 1e-3, 3e-3)),
+    ]
+    if not muon_bfloat16:
+        torch_muon._zeropower_via_newtonschulz = orthogonalise
+    found.append(Contender("Muon" if muon_bfloat16 else "Muon (float32)", _muon, 1e-3, (1e-3, 5e-3, 2e-2)))
+    if ScalableShampoo is None:
+        warnings.warn("no Shampoo and SOAP: pip install -c constraints.txt pytorch-optimizer", stacklevel=2)
+    else:
+        found += [
+            Contender(
+                "Shampoo", lambda model, lr: [ScalableShampoo(model.parameters(), lr=lr)], 1e-3, (1e-3, 1e-2, 1e-1)
+            ),
+            Contender("SOAP", lambda model, lr: [SOAP(model.parameters(), lr=lr)], 3e-3, (1e-3, 3e-3, 1e-2)),
+        ]
+    if SINGD is None:
+        warnings.warn("no singd: pip install -c constraints.txt singd", stacklevel=2)
+    else:
+        found.append(Contender("singd", lambda model, lr: [SINGD(model, lr=lr)], 1e-3, (1e-3, 1e-2, 1e-1)))
+    return found
+
+
+def _sgd(model: nn.Module, lr: float) -> list[Optimizer]:
+    """With the momentum and weight decay that the paper gives its rivals."""
+    return [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)]
+
+
+def _muon(model: nn.Module, lr: float) -> list[Optimizer]:
+    """Muon for the hidden matrices, AdamW for the output layer, biases and convolutions, as its authors advise."""
+    *hidden, output = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2] + [output]
+    return [torch.optim.Muon(hidden, lr=lr), torch.optim.AdamW(rest)]
+
+
+def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
+    """Muon's Newton-Schulz iteration in the gradient's own dtype.
+
+    torch's runs in bfloat16, which a CPU without instructions for it takes seconds per step for.
+    """
+    a, b, c = ns_coefficients
+    X = grad.T if grad.size(0) > grad.size(1) else grad
+    X = X / X.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        A = X @ X.T
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.T if grad.size(0) > grad.size(1) else X
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Memory that the optimizer keeps between steps: every tensor it reaches but the model's."""
+    model = {p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"]}
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(vars(optimizer), set())}
+    return sum(size for pointer, size in held.items() if pointer not in model)
+
+
+def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(thing) in seen or isinstance(thing, (nn.Module, nn.Parameter, type)):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    if isinstance(thing, dict):
+        parts: Iterable[Any] = thing.values()
+    elif isinstance(thing, (list, tuple, set)):
+        parts = thing
+    else:
+        parts = getattr(thing, "__dict__", {}).values()
+    for part in parts:
+        yield from _tensors(part, seen)
