@@ -1,0 +1,271 @@
+"""Models in files: `save` writes one safetensors file, `load` makes a fresh model fit it. No file can execute anything.
+
+A file holds every parameter and buffer once, and in its header's metadata
+- `rlsprune`: JSON with the format's version, the sizes of the layers, the widths before the input selectors, names that
+  share a tensor, and whatever the caller added, such as the pruning history;
+- `sha256`: the digest of that JSON and of all tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlsprune import fit
+from rlsprune._model import unwrap
+from rlsprune.export import export_onnx, export_program
+from rlsprune.files import FileError, quoted, replacing
+from rlsprune.inputs import check_kept, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.sizes import read_sizes, write_sizes
+
+__all__ = ["FileError", "export_onnx", "export_program", "load", "read_metadata", "save"]
+
+FORMAT = 1
+_MAX_HEADER = 64 * 2**20  # bytes; parsed, it takes a multiple of that
+
+
+def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
+    """Writes a model, pruned or not, to one safetensors file.
+
+    The file is written beside its place, flushed to the disk and renamed: whatever goes wrong, what was there stays.
+
+    Args:
+        model: Wrappers of `torch.compile` and data parallelism are looked through.
+        path: The file, by custom ending in `.safetensors`.
+        metadata: Anything that `json.dumps` takes; `read_metadata` gives it back.
+
+    Raises:
+        ValueError: If the model holds what the file could not: state outside tensors, tensors without data or of an
+            unusual type, metadata that is not JSON.
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/small.safetensors"
+        >>> save(torch.nn.Linear(4, 2), path, {"note": "unpruned"})
+        >>> read_metadata(path)["shapes"]["weight"]
+        (2, 4)
+    """
+    model = unwrap(model)
+    tensors, aliases = _distinct(fit.named_tensors(model))
+    layers = fit.sized_layers(model)
+    content = {
+        "format": FORMAT,
+        "layers": {name: read_sizes(layer) for name, layer in layers.items()},
+        "inputs": {
+            name: full_in_features(layer)
+            for name, layer in layers.items()
+            if isinstance(layer, nn.Linear) and kept_inputs(layer) is not None
+        },
+        "aliases": aliases,
+        "metadata": {} if metadata is None else dict(metadata),
+    }
+    try:
+        text = json.dumps(content)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata is not JSON ({error}): use plain numbers, strings, lists and dicts") from error
+    if len(text) > _MAX_HEADER // 2:
+        raise ValueError(
+            f"metadata takes {len(text):,} characters, {_MAX_HEADER // 2:,} at most: keep it beside the file"
+        )
+    stored = _separate(tensors)
+    header = {"format": "pt", "rlsprune": text, "sha256": _digest(text, stored)}
+    with replacing(path) as temporary:
+        try:
+            save_file(stored, temporary, header)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {os.fspath(path)}: {error}") from error
+
+
+def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
+    """Makes a fresh model fit a file of `save`, and fills it.
+
+    The layers are resized in place, so the `Parameter` objects, their devices and flags stay. Everything in the file is
+    checked against the model first: either all of it is taken or the model is left as it was.
+
+    Args:
+        path: The file.
+        into: A model made the way the saved one was made, before pruning, on any device.
+
+    Returns:
+        The same model.
+
+    Raises:
+        FileError: If the file is damaged, not ours, or not of this model.
+        ValueError: If the model itself cannot be loaded into.
+        OSError: If the file cannot be read.
+    """
+    model = unwrap(into)
+    layers = fit.sized_layers(model)
+    selecting = {fit.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
+    own = {name: tensor for name, tensor in fit.named_tensors(model).items() if name not in selecting}
+    for name, tensor in own.items():
+        if not fit.has_data(tensor):
+            raise ValueError(f"{name!r} of the model has no data to replace: make the model on a real device first")
+    with _reading(path) as file:
+        content, text, digest = _content(file)
+        sizes = fit.check_sized_layers(content["layers"], layers)
+        widths = fit.check_inputs(content["inputs"], layers)
+        entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        selectors = {fit.selector_name(name): name for name in widths}
+        sources = fit.check_names([name for name in entries if name not in selectors], content["aliases"], own)
+        fit.check_tensors({name: entries[source] for name, source in sources.items()}, own, model, sizes)
+        for name, layer_name in selectors.items():
+            fit.check_selector(layer_name, entries.get(name), sizes[layer_name]["in_features"])
+        tensors = {name: file.get_tensor(name).clone() for name in entries}  # clone: off the mapped file
+        if _digest(text, tensors) != digest:
+            raise ValueError("its data does not match its checksum: it was damaged or changed")
+        kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
+    fresh = _on_devices(own, sources, tensors)
+    for name, target in own.items():
+        target.data = fresh[name]
+        target.grad = None
+    for name, layer in layers.items():
+        write_sizes(layer, sizes[name])
+        if isinstance(layer, nn.Linear) and name in kept:
+            set_kept_inputs(layer, kept[name], widths[name])
+    return into
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file of `save` says about its model, without a model and without reading the weights.
+
+    Returns:
+        `format` (int), `shapes` (name → tuple), `layers` (name → sizes), `kept_inputs` (layer → list of indices of
+        the original features), `aliases` (name → the name whose tensor it shares) and `metadata` (the caller's).
+
+    Raises:
+        FileError: If the file is damaged or not ours.
+        OSError: If it cannot be read.
+    """
+    with _reading(path) as file:
+        content, _, _ = _content(file)
+        entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        kept = {}
+        for layer, width in content["inputs"].items():
+            name = fit.selector_name(layer)
+            if type(width) is not int:
+                raise ValueError(f"the input width of layer {quoted([layer])} is not a whole number")
+            fit.check_selector(layer, entries.get(name))
+            kept[layer] = check_kept(file.get_tensor(name), width).tolist()
+        return {
+            "format": content["format"],
+            "shapes": {name: tuple(entry.get_shape()) for name, entry in entries.items()},
+            "layers": content["layers"],
+            "kept_inputs": kept,
+            "aliases": content["aliases"],
+            "metadata": content["metadata"],
+        }
+
+
+@contextlib.contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """An opened safetensors file. What is found wrong with it inside the block becomes a `FileError`."""
+    remedy = "get the file again, or save the model again with rlsprune.save"
+    status = Path(path).stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise FileError(path, "is not a regular file", "give a file written by rlsprune.save")
+    with Path(path).open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+    if status.st_size < 8 or length > status.st_size - 8:
+        raise FileError(path, f"is not a whole safetensors file ({status.st_size:,} bytes)", remedy)
+    if length > _MAX_HEADER:
+        raise FileError(path, f"has a header of {length:,} bytes, {_MAX_HEADER:,} are allowed", remedy)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
+    except ValueError as error:
+        raise FileError(path, str(error), "give an undamaged file that rlsprune.save wrote for this model") from error
+
+
+def _content(file: Any) -> tuple[dict[str, Any], str, str]:
+    """The metadata's JSON, with the types of its top level checked, its text and the digest."""
+    header = file.metadata() or {}
+    if "rlsprune" not in header or "sha256" not in header:
+        raise ValueError("it has no rlsprune metadata: another program wrote it")
+    text: str = header["rlsprune"]
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its metadata is not JSON ({str(error)[:100]})") from None
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise ValueError("its metadata names no format")
+    if content["format"] != FORMAT:
+        raise ValueError(f"it has a format other than {FORMAT}, which is what this version of rlsprune reads")
+    for name in ("layers", "inputs", "aliases", "metadata"):
+        if not isinstance(content.get(name), dict):
+            raise ValueError(f"{name!r} in its metadata is not a mapping")
+    return content, text, header["sha256"]
+
+
+def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors without those that are another one again, and the name of that other one for each left out."""
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if not fit.has_data(tensor):
+            raise ValueError(
+                f"{name!r} has no data yet: run the model once, or move it to a real device, before saving"
+            )
+        if tensor.dtype not in fit.DTYPES or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name!r} is {tensor.dtype}, {tensor.layout}: only dense tensors of common types are saved"
+            )
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = place if tensor.numel() else id(tensor)
+        if first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, no two in one storage: safetensors refuses those."""
+    separate = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        if plain.untyped_storage().data_ptr() in storages:
+            plain = plain.clone()
+        storages.add(plain.untyped_storage().data_ptr())
+        separate[name] = plain
+    return separate
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over the metadata and over name, type, shape and bytes of every tensor."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _on_devices(own: dict[str, Tensor], sources: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What each tensor of the model becomes, on its device and in its memory format; one tensor, one value."""
+    fresh: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    for name, target in own.items():
+        if first.setdefault(id(target), name) != name:
+            fresh[name] = fresh[first[id(target)]]
+            continue
+        tensor = tensors[sources[name]].to(target.device, copy=sources[name] != name)
+        for layout in (torch.channels_last, torch.channels_last_3d):
+            if target.dim() == (4 if layout == torch.channels_last else 5) and not target.is_contiguous():
+                tensor = (
+                    tensor.contiguous(memory_format=layout) if target.is_contiguous(memory_format=layout) else tensor
+                )
+        fresh[name] = tensor
+    return fresh
