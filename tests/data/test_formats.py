@@ -131,6 +131,15 @@ def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
         read_idx(tmp_path / "pipe")
 
 
+def test_out_of_memory_is_said(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(streams.np, "empty", full)
+    with pytest.raises(DataError, match="not enough memory"):
+        read_idx(save(idx_bytes(random_labels(3))))
+
+
 def test_folder_and_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         read_idx(tmp_path)

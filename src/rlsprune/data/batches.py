@@ -34,6 +34,7 @@ class Batches:
         channels_last: the memory format in which convolutions are faster on a CPU.
 
     Example:
+        >>> from rlsprune.data import Batches, load
         >>> data = load("digits")
         >>> batches = Batches(data.train.images, data.train.labels, 128, seed=0)
         >>> images, labels = next(iter(batches))

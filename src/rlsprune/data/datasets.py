@@ -46,6 +46,7 @@ class Dataset:
     """A data set in memory.
 
     Example:
+        >>> from rlsprune.data import load
         >>> data = load("digits")
         >>> len(data.train), len(data.test), tuple(data.train.images.shape[1:])
         (4000, 1000, (1, 28, 28))
