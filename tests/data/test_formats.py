@@ -135,9 +135,10 @@ def test_out_of_memory_is_said(save: Save, monkeypatch: pytest.MonkeyPatch) -> N
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 
+    path = save(idx_bytes(random_labels(3)))
     monkeypatch.setattr(streams.np, "empty", full)
     with pytest.raises(DataError, match="not enough memory"):
-        read_idx(save(idx_bytes(random_labels(3))))
+        read_idx(path)
 
 
 def test_folder_and_missing_file(tmp_path: Path) -> None:
