@@ -173,6 +173,37 @@ class TestLeftAlone:
         graph = find_groups(model, torch.zeros(1, 3, 8, 8))
         assert [group.name for group in graph] == ["fc1"]
 
+    def test_output_that_is_not_finite_proves_nothing(self) -> None:
+        model = Custom(lambda self, x: self.b(self.a(x).relu()) / 0, a=nn.Linear(4, 6), b=nn.Linear(6, 2))
+        graph = find_groups(model, torch.randn(2, 4))
+        assert [group.name for group in graph] == ["input"]
+        assert "not finite" in graph.skipped["a"]
+
+    def test_mixing_of_channels_between_the_layers(self) -> None:
+        """A gate made from the mean over all channels changes when one of them goes."""
+        model = Custom(
+            lambda self, x: self.b((h := self.a(x).relu()) * h.mean(1, keepdim=True)),
+            a=nn.Conv2d(3, 6, 1), b=nn.Conv2d(6, 2, 1),
+        )  # fmt: skip
+        graph = find_groups(model, torch.randn(2, 3, 4, 4))
+        assert len(graph) == 0
+        assert "b is not what it is with them zeroed" in graph.skipped["a"]
+
+    def test_equal_halves_that_share_a_carrier(self) -> None:
+        """Two layers joined, normalised and split again: right only while both lose equally many."""
+
+        def forward(self, x):
+            one, two = self.norm(torch.cat([self.a(x), self.b(x)], 1)).chunk(2, 1)
+            return self.c(one) + self.d(two)
+
+        model = Custom(
+            forward, a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 2, 1), norm=nn.BatchNorm2d(4), c=nn.Conv2d(2, 2, 1),
+            d=nn.Conv2d(2, 2, 1),
+        )  # fmt: skip
+        graph = find_groups(model, torch.randn(2, 3, 4, 4))
+        assert len(graph) == 0
+        assert {"a", "b"} <= set(graph.skipped)
+
 
 class TestPrunable:
     """Oddities that are no obstacle: found, and exact when pruned."""
@@ -217,6 +248,17 @@ class TestPrunable:
             a=nn.Linear(4, 6), mix=nn.Linear(6, 6), out=nn.Linear(6, 2),
         )  # fmt: skip
         self.check(model, torch.randn(3, 4), {"a": 6})
+
+    def test_network_that_insists_on_single_precision(self) -> None:
+        torch.manual_seed(0)
+        model = Custom(lambda self, x: self.b(self.a(x.float()).sigmoid()), a=nn.Linear(4, 6), b=nn.Linear(6, 2))
+        self.check(model, torch.randn(3, 4), {"a": 6})
+
+    def test_unbatched_input(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GELU(), nn.Conv2d(6, 2, 1))
+        graph = find_groups(model, torch.randn(3, 5, 5))
+        assert [(group.name, group.size) for group in graph] == [("0", 6)]
 
     def test_embedding(self) -> None:
         torch.manual_seed(0)

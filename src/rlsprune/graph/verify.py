@@ -19,6 +19,7 @@ from rlsprune.graph.observe import Call, hooked, output_tensors
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _SEED = 0
+_OUTPUT = "the network's output"
 
 
 def verify_groups(model: nn.Module, call: Call, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
@@ -58,15 +59,22 @@ class _Trial:
         self.call = call
         self.layers = {module: name for name, module in model.named_modules() if not list(module.children())}
         self.canonical = {id(tensor): name for name, tensor in _named_tensors(model, duplicates=False)}
-        on_cpu_or_cuda = all(tensor.device.type != "mps" for _, tensor in _named_tensors(model, duplicates=False))
-        self._use(torch.float64 if on_cpu_or_cuda else torch.float32)
-        try:
-            self.run({})
-        except Exception:
-            # Some networks insist on single precision somewhere in their forward.
-            self._use(torch.float32)
+        metal = any(tensor.device.type == "mps" for _, tensor in _named_tensors(model, duplicates=False))
+        # Some networks insist on single precision somewhere in their forward; some overflow with random weights.
+        self.usable = any(
+            self._try(dtype, random)
+            for random in (True, False)
+            for dtype in ((torch.float32,) if metal else (torch.float64, torch.float32))
+        )
 
-    def _use(self, dtype: torch.dtype) -> None:
+    def _try(self, dtype: torch.dtype, random: bool) -> bool:
+        self._use(dtype, random)
+        try:
+            return all(bool(tensor.isfinite().all()) for tensor in self.run({})[_OUTPUT])
+        except Exception:
+            return False
+
+    def _use(self, dtype: torch.dtype, random: bool) -> None:
         self.tolerance = _TOLERANCE[dtype]
         generator = torch.Generator().manual_seed(_SEED)
         norms = {id(b) for m in self.model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
@@ -74,7 +82,7 @@ class _Trial:
         for name, tensor in _named_tensors(self.model, duplicates=False):
             if not tensor.is_floating_point():
                 continue
-            if isinstance(tensor, nn.Parameter) or id(tensor) in norms:
+            if random and (isinstance(tensor, nn.Parameter) or id(tensor) in norms):
                 self.state[name] = _random_like(tensor, generator, dtype)
             else:
                 self.state[name] = tensor.to(dtype)
@@ -82,7 +90,7 @@ class _Trial:
         def convert(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            constant = bool((value == value.flatten()[:1]).all())
+            constant = random and bool((value == value.flatten()[:1]).all())
             values = torch.randn(value.shape, generator=generator).to(value.device) if constant else value
             return values.to(dtype)
 
@@ -102,6 +110,8 @@ class _Trial:
 
     def fault(self, groups: Sequence[Group]) -> str | None:
         """What goes wrong when some units of each of these groups go; None if nothing does."""
+        if not self.usable:
+            return "the network's output on example_inputs is not finite, so nothing can be verified"
         generator = torch.Generator().manual_seed(_SEED)
         chosen: list[tuple[Group, Tensor]] = []
         for group in groups:
@@ -138,20 +148,17 @@ class _Trial:
         finally:
             for handle in handles:
                 handle.remove()
-        seen["the network's output"] = output_tensors(output)
+        seen[_OUTPUT] = output_tensors(output)
         return seen
 
     def _difference(self, whole: dict[str, list[Tensor]], small: dict[str, list[Tensor]]) -> str | None:
         # A layer that lost channels has another shape and says nothing; all others must agree, so that an output
         # that saturates does not hide a mistake.
         for name, tensors in whole.items():
-            final = name == "the network's output"
             for one, other in zip(tensors, small.get(name, []), strict=False):
                 if one.shape != other.shape:
-                    if final:
-                        return f"the network's output changes its shape {tuple(one.shape)} without them"
-                elif final and not torch.is_floating_point(one):
-                    continue
+                    if name == _OUTPUT:
+                        return f"the network's output changes its shape {tuple(one.shape)} without some of its channels"
                 elif not _close(one, other, self.tolerance):
                     return f"without some of its channels {name} is not what it is with them zeroed at their readers"
         return None
@@ -160,8 +167,9 @@ class _Trial:
 def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if not one.is_floating_point() or not one.numel():
         return True
-    scale = one.abs().nan_to_num().max()
-    return torch.allclose(one, other, rtol=0.0, atol=float(tolerance * scale) + 1e-30, equal_nan=True)
+    finite = one[one.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance * scale, equal_nan=True)
 
 
 @contextmanager
