@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference.training import closed_form_ridge, paper_loss
 from torch import Tensor, nn
 
 import rlsprune
+from reference.training import closed_form_ridge, paper_loss
 
 
 def regress(inputs: Tensor, targets: Tensor, **options: float) -> tuple[nn.Linear, rlsprune.RLS]:

@@ -19,6 +19,11 @@ from torch import Tensor, nn
 _FORGET_ROWS = 256
 
 
+def host_waits(device: torch.device) -> bool:
+    """Whether looking at a value on this device makes the host wait for it."""
+    return device.type != "cpu"
+
+
 def gain(P: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``u = P x`` (Eq. 17) and the excitation ``xᵀ u`` of Eq. (18): ``h = λ + k·xᵀu``."""
     u = (P @ x.unsqueeze(-1)).squeeze(-1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from rlsprune.optim.functional import host_waits
 from rlsprune.optim.layers import Layer, mean_input
 
 
@@ -67,15 +68,14 @@ class Recorder:
 
     def _worth_keeping(self, layer: Layer, inputs: Tensor, output: Tensor, rows: int) -> bool:
         """Whether ``Δᵀ(X P)`` is cheaper than ``∇W P``, and X would be kept for the backward pass anyway."""
-        if not isinstance(layer, nn.Linear) or inputs.device.type != "cpu" or self._batches is None:
-            # Telling whether the gradient was edited takes a look at values: on an accelerator that would make the
-            # host wait for the device at every step.
+        if not isinstance(layer, nn.Linear) or host_waits(inputs.device) or self._batches is None:
+            # Telling whether the gradient was edited takes a look at values.
             return False
         out, n = layer.weight.shape
         rows += sum(len(batch) for batch, _ in self._batches)
         return (
             rows * (n + out) < n * out
-            and inputs.dtype == output.dtype == layer.weight.dtype
+            and inputs.dtype == output.dtype == layer.weight.dtype == self.precision(layer.weight)
             # Inside activation checkpointing or offloading, keeping X would undo what the user asked for.
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from rlsprune.optim.functional import host_waits
 from rlsprune.optim.health import LayerHealth, layer_health
 from rlsprune.optim.layer_step import (
     INVERSE,
@@ -170,8 +171,10 @@ class RLS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._report_faults()
+        device = self.param_groups[0]["params"][0].device.type
         try:
-            self._step()
+            with torch.autocast(device, enabled=False):  # P is never touched in half precision
+                self._step()
         finally:
             for recorder in self._recorders.values():
                 recorder.clear()
@@ -194,12 +197,11 @@ class RLS(Optimizer):
         # Looking at a flag on an accelerator makes the host wait for it, so there the step is masked on the device and
         # a fault is reported at the next step.
         gates: dict[torch.device, Tensor | None] = dict.fromkeys(ok.device for _, ok in checks)
-        if all(device.type == "cpu" for device in gates):
-            if self._report_faults():
-                return
-        else:
+        if any(host_waits(device) for device in gates):
             for device in gates:
                 gates[device] = torch.stack([ok.to(device, non_blocking=True) for _, ok in checks]).all()
+        elif self._report_faults():
+            return
 
         for step in steps:
             for p in step.group["params"]:
@@ -227,8 +229,8 @@ class RLS(Optimizer):
         blocks = state.get(INVERSE)
         if blocks is None:
             blocks = state[INVERSE] = initial_inverse(mean, weight, group["p0"], self._block_size)
-        elif blocks[0].device != weight.device:
-            blocks = state[INVERSE] = [P.to(weight.device) for P in blocks]
+        elif blocks[0].device != mean.device or blocks[0].dtype != mean.dtype:  # the model was moved
+            blocks = state[INVERSE] = [P.to(mean) for P in blocks]
         batch = recorder.batch() if len(blocks) == 1 else None
         probe = None if batch is None else self._probe(name, mean.shape[-1], batch[0])
         return LayerStep.prepare(group, weight, bias, blocks, mean, batch, probe)
@@ -245,9 +247,7 @@ class RLS(Optimizer):
         velocity: Tensor | None = self.state[p].get(VELOCITY)
         if velocity is None:
             velocity = torch.zeros(p.shape, dtype=dtype, device=p.device)
-        elif velocity.device != p.device or not velocity.is_contiguous():
-            velocity = velocity.to(p.device).contiguous()
-        self.state[p][VELOCITY] = velocity
+        self.state[p][VELOCITY] = velocity = velocity.to(device=p.device, dtype=dtype).contiguous()
         return velocity
 
     def _probe(self, name: str, size: int, like: Tensor) -> Tensor:
@@ -351,19 +351,17 @@ class RLS(Optimizer):
             raise ValueError(
                 f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model"
             )
-        inverses: dict[Tensor, list[Tensor]] = {}
+        states: dict[Tensor, dict[str, Any]] = {}
         for saved_group, group in zip(saved_groups, groups, strict=True):
             for key, p in zip(saved_group["params"], group["params"], strict=False):
-                saved = state_dict["state"].get(key, {})
+                saved = states[p] = state_dict["state"].get(key, {})
                 self._check_shapes(group["name"], p, saved)
-                if INVERSE in saved:
-                    dtype = self._recorders[group["name"]].precision(p)
-                    inverses[p] = [P.to(device=p.device, dtype=dtype, copy=True) for P in saved[INVERSE]]
         super().load_state_dict(state_dict)
-        for p, blocks in inverses.items():
-            self.state[p][INVERSE] = blocks
-            if VELOCITY in self.state[p]:
-                self.state[p][VELOCITY] = self.state[p][VELOCITY].to(blocks[0].dtype)
+        for p, saved in states.items():  # torch has cast them to the parameter's dtype
+            if INVERSE in saved:
+                self.state[p][INVERSE] = [P.to(p.device, copy=True) for P in saved[INVERSE]]
+            if VELOCITY in saved:
+                self.state[p][VELOCITY] = saved[VELOCITY].to(p.device, copy=True)
 
     def _check_shapes(self, name: str, p: Tensor, saved: dict[str, Any]) -> None:
         if VELOCITY in saved and saved[VELOCITY].shape != p.shape:
