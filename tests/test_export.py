@@ -130,11 +130,15 @@ def test_the_model_its_hooks_and_the_generator_stay(export: Callable[..., None],
         def watch(self, _: nn.Module, args: tuple[Tensor], __: Tensor) -> None:
             calls.append(args[0].detach().numpy().mean().item())
 
+        def watch_gradient(self, *_: Any) -> None:
+            calls.append("gradient")
+
         def __deepcopy__(self, memo: Any) -> Any:
             raise AssertionError("copied")
 
     Watcher.watch.__module__ = "rlsprune.optim.recorder"
     model[0].register_forward_hook(Watcher().watch)  # type: ignore[index]
+    model[0].register_full_backward_hook(Watcher().watch_gradient)  # type: ignore[index]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     pointers = [parameter.data_ptr() for parameter in model.parameters()]

@@ -170,6 +170,10 @@ def test_ties_stay_ties_and_views_of_one_storage_become_separate(path: Path) -> 
     save(model, path)
     for name, tensor in load(path, into=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name])
+    model[0].weight.data, model[1].weight.data = whole[:4], whole[2:6]  # and they may overlap
+    save(model, path)
+    for name, tensor in load(path, into=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
     model[1].weight.data = model[0].weight.data  # one tensor under two parameters
     save(model, path)
     apart = load(path, into=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -187,6 +191,18 @@ def test_flags_dtype_and_memory_format_stay(path: Path) -> None:
     assert fresh.conv.weight.dtype == torch.bfloat16
     assert fresh.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(fresh.conv.weight, model.get_parameter("conv.weight"))
+
+
+def test_gradients_go_and_a_loss_that_is_still_alive_does_no_harm(path: Path) -> None:
+    save(small_fnn(), path)
+    model = fnn()
+    loss = model(torch.ones(2, 12)).sum()
+    loss.backward()
+    load(path, into=model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.ones(2, 12)).sum().backward()
+    assert loss.grad_fn is not None
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
 def test_wrapped_models_have_the_names_of_the_model(path: Path) -> None:

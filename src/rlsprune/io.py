@@ -106,6 +106,8 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         ValueError: If the model itself cannot be loaded into.
         OSError: If the file cannot be read.
     """
+    from rlsprune.prune.surgery import replace_data  # here: what prunes also saves
+
     model = unwrap(into)
     layers = fit.sized_layers(model)
     selecting = {fit.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
@@ -129,8 +131,7 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
     fresh = _on_devices(own, sources, tensors)
     for name, target in own.items():
-        target.data = fresh[name]
-        target.grad = None
+        replace_data(target, fresh[name])
     for name, layer in layers.items():
         write_sizes(layer, sizes[name])
         if isinstance(layer, nn.Linear) and name in kept:
