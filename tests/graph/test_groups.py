@@ -143,12 +143,12 @@ class TestLeftAlone:
 
     def test_every_returned_tensor_is_an_output(self) -> None:
         model = Custom(
-            lambda self, x: {"middle": self.a(x), "last": self.c(self.b(self.a(x).relu()).relu())},
+            lambda self, x: {"middle": (h := self.a(x)), "last": self.c(self.b(h.relu()).relu())},
             a=nn.Linear(4, 6), b=nn.Linear(6, 5), c=nn.Linear(5, 2),
         )  # fmt: skip
         graph = find_groups(model, torch.randn(2, 4), ignore=["input"])
         assert [group.name for group in graph] == ["b"]
-        assert set(graph.skipped) == {"input", "a", "c"}
+        assert graph.skipped["a"] == graph.skipped["c"] == "its channels reach the network's output"
 
     def test_attention_and_recurrent_layers(self) -> None:
         model = Custom(
@@ -194,15 +194,25 @@ class TestLeftAlone:
 
         def forward(self, x):
             one, two = self.norm(torch.cat([self.a(x), self.b(x)], 1)).chunk(2, 1)
-            return self.c(one) + self.d(two)
+            return self.d(two) + self.c(one)
 
         model = Custom(
-            forward, a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 2, 1), norm=nn.BatchNorm2d(4), c=nn.Conv2d(2, 2, 1),
-            d=nn.Conv2d(2, 2, 1),
+            forward, a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1), norm=nn.BatchNorm2d(8), c=nn.Conv2d(4, 2, 1),
+            d=nn.Conv2d(4, 2, 1),
         )  # fmt: skip
         graph = find_groups(model, torch.randn(2, 3, 4, 4))
         assert len(graph) == 0
         assert {"a", "b"} <= set(graph.skipped)
+
+    def test_width_that_must_be_even(self) -> None:
+        model = Custom(
+            lambda self, x: self.b(self.a(x).unflatten(1, (2, -1)).relu().flatten(1)),
+            a=nn.Linear(4, 8),
+            b=nn.Linear(8, 2),
+        )
+        graph = find_groups(model, torch.randn(2, 4))
+        assert [group.name for group in graph] == ["input"]
+        assert "does not run without some of its channels" in graph.skipped["a"]
 
 
 class TestPrunable:

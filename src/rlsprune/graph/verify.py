@@ -25,21 +25,23 @@ _OUTPUT = "the network's output"
 def verify_groups(model: nn.Module, call: Call, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
     """Keep the groups from which any channels can go.
 
-    All are tried at once, and halves only after a failure. Groups that share a layer are tried again in so many
-    selections that any two of them are once told apart: ``torch.chunk`` works while both halves lose equally many.
+    All are tried at once, and halves only after a failure: one unit of each, which shows code that needs the width
+    to be a multiple of something, then several. Groups that share a layer are tried again in so many selections that
+    any two of them are once told apart: ``torch.chunk`` is right while both halves lose equally many.
 
     Returns:
         The groups that passed, and name → reason of the others.
     """
     trial = _Trial(model, call)
     failed: dict[str, str] = {}
-    trial.search(groups, failed)
+    for amount in (0.0, 0.5):
+        trial.search([group for group in groups if group.name not in failed], amount, failed)
     shared = _sharing([group for group in groups if group.name not in failed])
-    for bit in range(max(len(shared) - 1, 0).bit_length()):
-        chosen = [group for number, group in enumerate(shared) if number >> bit & 1 and group.name not in failed]
-        trial.search(chosen, failed)
-    # Number 0 has no bit set.
-    trial.search([group for group in shared[:1] if group.name not in failed], failed)
+    selections = [[g for i, g in enumerate(shared) if i >> bit & 1] for bit in range((len(shared) - 1).bit_length())]
+    # Number 0 is in none of these.
+    for selection in [*selections, shared[:1]] if shared else []:
+        for amount in (0.0, 1.0):
+            trial.search([group for group in selection if group.name not in failed], amount, failed)
     return [group for group in groups if group.name not in failed], failed
 
 
@@ -96,26 +98,26 @@ class _Trial:
 
         self.inputs = tree_map(convert, (self.call.args, self.call.kwargs))
 
-    def search(self, groups: Sequence[Group], failed: dict[str, str]) -> None:
+    def search(self, groups: Sequence[Group], amount: float, failed: dict[str, str]) -> None:
         """Find by halving which of the groups fail."""
-        why = self.fault(groups) if groups else None
+        why = self.fault(groups, amount) if groups else None
         if why is None:
             return
         if len(groups) == 1:
             failed[groups[0].name] = why
             return
         half = len(groups) // 2
-        self.search(groups[:half], failed)
-        self.search(groups[half:], failed)
+        self.search(groups[:half], amount, failed)
+        self.search(groups[half:], amount, failed)
 
-    def fault(self, groups: Sequence[Group]) -> str | None:
-        """What goes wrong when some units of each of these groups go; None if nothing does."""
+    def fault(self, groups: Sequence[Group], amount: float) -> str | None:
+        """What goes wrong when units of each of these groups go (0: one, 1: all but one); None if nothing does."""
         if not self.usable:
             return "the network's output on example_inputs is not finite, so nothing can be verified"
         generator = torch.Generator().manual_seed(_SEED)
         chosen: list[tuple[Group, Tensor]] = []
         for group in groups:
-            count = int(torch.randint(1, max(2, group.size // 2 + 1), (), generator=generator))
+            count = 1 + int(amount * (group.size - 2))
             chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
         with _zeroed(chosen):
             whole = self.run({})
