@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from rlsprune.graph import find_groups
+from rlsprune.inputs import select_inputs
 from zoo import ZOO, evaluate, remove, some_units, zeroed_output
 
 
@@ -92,6 +93,13 @@ class TestInputs:
             "input[z]": (3, ["c"]),
         }
         assert [g.name for g in find_groups(model, (torch.randn(2, 6), torch.randn(2, 3)))] == ["input[0]", "input[1]"]
+
+    def test_layer_that_picks_the_features_it_kept(self) -> None:
+        model, kept = ZOO["fnn"].model(), [0, 3, 4, 9]
+        select_inputs(model[1], kept)
+        model[1].weight.data, model[1].in_features = model[1].weight.data[:, kept], len(kept)
+        graph = find_groups(model, ZOO["fnn"].inputs())
+        assert [(group.name, group.size) for group in graph] == [("input", 4), ("1", 12), ("3", 10)]
 
     def test_image_channels_make_no_group(self) -> None:
         graph = find_groups(ZOO["vgg"].model(), ZOO["vgg"].inputs())
