@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -26,7 +27,7 @@ class FNN(nn.Sequential):
         if len(sizes) < 2:
             raise ValueError(f"sizes={tuple(sizes)} is not valid: give at least the inputs and the outputs")
         parts: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
-        for number, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False), 1):
+        for number, (inputs, outputs) in enumerate(pairwise(sizes), 1):
             parts[f"fc{number}"] = nn.Linear(inputs, outputs)
             if number < len(sizes) - 1:
                 if batch_norm:

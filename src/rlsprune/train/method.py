@@ -18,47 +18,21 @@ state with it (``rlsprune.prune.surgery.apply_cuts``). The optimizer and all ``P
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Event", "LayerChange", "Method", "Retained"]
+from rlsprune.prune.event import PruneEvent
+
+__all__ = ["Method", "Retained"]
 
 
 class Retained(NamedTuple):
     """What is left of one layer."""
 
     nodes: int
-    """Outputs of the layer: features, or channels times the size of the map; for ``"input"``, features that are read."""
+    """Features, or channels times the size of their map, that the layer puts out; for ``"input"``: that are read."""
     weights: int
     """Weights without biases that are not zeroed out by the method; 0 for ``"input"``."""
-
-
-class LayerChange(Protocol):
-    """How many units a layer had and has."""
-
-    @property
-    def name(self) -> str:
-        """Of the layer, or ``"input"``."""
-
-    @property
-    def before(self) -> int:
-        """Units before."""
-
-    @property
-    def after(self) -> int:
-        """Units after."""
-
-
-class Event(Protocol):
-    """That the network was changed at an epoch's end. ``rlsprune.PruneEvent`` is one."""
-
-    @property
-    def loss(self) -> float:
-        """The loss that the decision was made on."""
-
-    @property
-    def layers(self) -> Sequence[LayerChange]:
-        """The layers that changed, or all of them."""
 
 
 class Method(Protocol):
@@ -73,7 +47,7 @@ class Method(Protocol):
     def after_step(self) -> None:
         """The optimizer has stepped."""
 
-    def end_epoch(self, epoch: int, loss: float) -> Event | None:
+    def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """The epoch is over; may prune.
 
         Args:
@@ -85,7 +59,7 @@ class Method(Protocol):
             then the run evaluates again; else None.
         """
 
-    def finish(self) -> Event | None:
+    def finish(self) -> PruneEvent | None:
         """The last epoch is over: leave the network that is to be kept. Called once, after ``end_epoch``."""
 
     def retained(self) -> Mapping[str, Retained]:
@@ -96,7 +70,7 @@ class Method(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, in plain containers and tensors (``weights_only`` loads it)."""
+        """What the rest of the run depends on, in plain containers and tensors, so that ``weights_only`` loads it."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a state. The model (already in its pruned shape) and the optimizer have been loaded before."""
