@@ -1,0 +1,77 @@
+"""What a run writes down: a line per epoch, a line per event, and the summary's means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlsprune.prune.event import PruneEvent
+from rlsprune.train.counting import percent, total
+from rlsprune.train.loop import Evaluation
+from rlsprune.train.method import Retained
+
+__all__ = ["Record", "layer_rows", "tail", "total_percent"]
+
+
+class Record:
+    """The metrics and events of a run so far, in the form in which they stand in its files."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+
+    def add_event(self, epoch: int, event: PruneEvent, before: Evaluation, after: Evaluation) -> dict[str, Any]:
+        """Adds an event that happened at an epoch's end."""
+        line = {
+            "epoch": epoch,
+            "kind": event.kind,
+            "loss": event.loss,
+            "precision_before": before.precision,
+            "precision_after": after.precision,
+            "epochs_to_recover": 0 if after.precision >= before.precision else None,
+            "layers": [{"name": name, "before": old, "after": new} for name, old, new in event.layers],
+        }
+        self.events.append(line)
+        return line
+
+    def add_epoch(self, metrics: dict[str, Any]) -> None:
+        """Adds an epoch's line, and notes which events its precision has made up for."""
+        self.metrics.append(metrics)
+        for event in self.events:
+            waited = metrics["epoch"] - event["epoch"]
+            recovered = metrics["precision"] >= event["precision_before"]
+            if event["epochs_to_recover"] is None and waited > 0 and recovered:
+                event["epochs_to_recover"] = waited
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both lists."""
+        return {"metrics": self.metrics, "events": self.events}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from both lists."""
+        self.metrics, self.events = list(state["metrics"]), list(state["events"])
+
+
+def tail(metrics: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The epochs that a summary averages: the last ten, or the last tenth of a run of fewer than a hundred."""
+    return metrics[-min(10, max(1, len(metrics) // 10)) :]
+
+
+def layer_rows(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained]) -> list[dict[str, Any]]:
+    """Per layer what is left, as numbers and as percentages of the unpruned network."""
+    return [
+        {
+            "name": name,
+            "nodes": count.nodes,
+            "weights": count.weights,
+            "nodes_percent": percent(count.nodes, unpruned[name].nodes),
+            "weights_percent": percent(count.weights, unpruned[name].weights),
+        }
+        for name, count in counts.items()
+    ]
+
+
+def total_percent(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained]) -> tuple[float, float]:
+    """Nodes and weights that are left of the whole network, as percentages."""
+    now, full = total(counts), total(unpruned)
+    return percent(now.nodes, full.nodes), percent(now.weights, full.weights)
