@@ -6,13 +6,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlsprune.graph.groups import Group as Group
+    from rlsprune.inputs import strip_inputs as strip_inputs
+    from rlsprune.io import export_onnx as export_onnx
+    from rlsprune.io import export_program as export_program
+    from rlsprune.io import load as load
+    from rlsprune.io import save as save
     from rlsprune.optim.rls import RLS as RLS
+    from rlsprune.optim.statistics import InputStatistics as InputStatistics
+    from rlsprune.profile import profile as profile
+    from rlsprune.prune.event import PruneEvent as PruneEvent
+    from rlsprune.prune.pruner import Pruner as Pruner
 
 __version__ = "0.1.0"
 
 # Public names load on first use, so that the command line answers before torch is imported.
-_HOMES = {"RLS": "rlsprune.optim.rls"}
-__all__ = ["RLS", "__version__"]
+_HOMES = {
+    "Group": "rlsprune.graph.groups",
+    "InputStatistics": "rlsprune.optim.statistics",
+    "PruneEvent": "rlsprune.prune.event",
+    "Pruner": "rlsprune.prune.pruner",
+    "RLS": "rlsprune.optim.rls",
+    "export_onnx": "rlsprune.io",
+    "export_program": "rlsprune.io",
+    "load": "rlsprune.io",
+    "profile": "rlsprune.profile",
+    "save": "rlsprune.io",
+    "strip_inputs": "rlsprune.inputs",
+}
+__all__ = [
+    "RLS",
+    "Group",
+    "InputStatistics",
+    "PruneEvent",
+    "Pruner",
+    "__version__",
+    "export_onnx",
+    "export_program",
+    "load",
+    "profile",
+    "save",
+    "strip_inputs",
+]
 
 
 def __getattr__(name: str) -> Any:

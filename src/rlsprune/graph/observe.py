@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+from rlsprune._model import ExampleInputs, as_call
 
 # Functions whose result holds the same features along its last dimension, or a flattened image's.
 _SAME_FEATURES = {
@@ -31,11 +31,7 @@ class Call:
     @classmethod
     def of(cls, example_inputs: ExampleInputs) -> Call:
         """A tensor is the only argument, a tuple or list the arguments, a mapping the keyword arguments."""
-        if isinstance(example_inputs, Mapping):
-            return cls((), dict(example_inputs))
-        if isinstance(example_inputs, tuple | list):
-            return cls(tuple(example_inputs), {})
-        return cls((example_inputs,), {})
+        return cls(*as_call(example_inputs))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every floating-point tensor among the arguments: ``input`` if it is the sole argument, or ``input[key]``."""
@@ -86,7 +82,8 @@ def observe(model: nn.Module, call: Call) -> Observation:
 
     raw = call.named_tensors()
     watch = _RawInputs(model, raw)
-    with hooked(model.modules(), count), watch:
+    # Without gradients, hooks that watch the training (ours, say) do not take part and are not taken for readers.
+    with torch.no_grad(), hooked(model.modules(), count), watch:
         try:
             output = model(*call.args, **call.kwargs)
         except Exception as error:

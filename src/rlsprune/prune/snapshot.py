@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlsprune.graph.layers import axis_of, sides
+from rlsprune.inputs import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
 from rlsprune.prune.surgery import replace_data
 
 
 class Snapshot:
-    """The parameters, buffers, layer attributes and flags of a network and the state of its optimizer.
+    """The parameters, buffers, layer attributes, flags and input selectors of a network and its optimizer's state.
 
     Surgery never writes to old tensors, so undoing an event that failed half-way needs references only. What is
     written to in place since (by training, or by ``weight.copy_``) comes back only from a snapshot with copies.
@@ -25,49 +26,91 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, copy: bool = False) -> None:
-        self._copy = copy
-        self._optimizer = optimizer
-        modules = list(model.modules())
-        self._parameters = [
-            (parameter, self._keep(parameter.data), parameter.requires_grad, None if copy else parameter.grad)
-            for parameter in model.parameters()
-        ]
-        self._buffers = [
-            (module, name, buffer, None if buffer is None else self._keep(buffer.data))
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
-        self._attributes = [
-            (module, name, getattr(module, name))
-            for module in modules
-            for side in sides(module)
-            for name in axis_of(module, side).attributes
-        ]
+        self._copy, self._model, self._optimizer = copy, model, optimizer
+        parameters = dict(model.named_parameters())
+        self._data = {name: self._keep(parameter.data) for name, parameter in parameters.items()}
+        self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        self._grads = {name: None if copy else parameter.grad for name, parameter in parameters.items()}
+        self._buffers: dict[str, dict[str, tuple[Tensor | None, Tensor | None]]] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
+        self._selectors: dict[str, tuple[Tensor, int] | None] = {}
+        for name, module in model.named_modules():
+            self._buffers[name] = {
+                own: (buffer, None if buffer is None else self._keep(buffer.data))
+                for own, buffer in module._buffers.items()
+                if own != KEPT_INPUTS
+            }
+            self._attributes[name] = {
+                own: getattr(module, own) for side in sides(module) for own in axis_of(module, side).attributes
+            }
+            if isinstance(module, nn.Linear):
+                kept = kept_inputs(module)
+                self._selectors[name] = None if kept is None else (self._keep(kept), full_in_features(module))
         state = {} if optimizer is None else optimizer.state
         self._state = {parameter: self._keep(entries) for parameter, entries in state.items()}
 
     def restore(self) -> None:
         """Put everything back, in the same Parameter objects; a snapshot can be restored any number of times.
 
-        Buffers registered and hooks added since are left alone.
+        Buffers registered and hooks added since are left alone, but for input selectors.
         """
-        for parameter, data, requires_grad, grad in self._parameters:
-            replace_data(parameter, self._keep(data))
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = grad
-        for module, name, buffer, data in self._buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and data is not None:
-                replace_data(buffer, self._keep(data))
-        for module, name, value in self._attributes:
-            setattr(module, name, value)
+        parameters = dict(self._model.named_parameters())
+        for name, data in self._data.items():
+            replace_data(parameters[name], self._keep(data).to(parameters[name].device))
+            parameters[name].requires_grad_(self._flags[name])
+            parameters[name].grad = self._grads[name]
+        for name, module in self._model.named_modules():
+            for own, (buffer, data) in self._buffers[name].items():
+                module._buffers[own] = buffer
+                if buffer is not None and data is not None:
+                    replace_data(buffer, self._keep(data).to(buffer.device))
+            for own, value in self._attributes[name].items():
+                setattr(module, own, value)
+            if isinstance(module, nn.Linear):
+                kept, width = self._selectors[name] or (None, None)
+                set_kept_inputs(module, kept, width)
         if self._optimizer is not None:
             for key in [known for known in self._optimizer.state if known not in self._state]:
                 del self._optimizer.state[key]
             for key, entries in self._state.items():
-                own = self._optimizer.state[key]
-                own.clear()
-                own.update(self._keep(entries))
+                own_entries = self._optimizer.state[key]
+                own_entries.clear()
+                own_entries.update(self._keep(entries))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The snapshot as plain containers, by name, for a checkpoint."""
+        return {
+            "data": self._data,
+            "buffers": {
+                name: {own: data for own, (_, data) in buffers.items()} for name, buffers in self._buffers.items()
+            },
+            "attributes": self._attributes,
+            "selectors": self._selectors,
+            "state": [self._state.get(parameter) for parameter in self._order()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make this snapshot, of the same network in another shape, one of the network that was saved.
+
+        Raises:
+            ValueError: if it was taken of another network.
+        """
+        if state["data"].keys() != self._data.keys() or state["attributes"].keys() != self._attributes.keys():
+            raise ValueError("the snapshot is of a network with other layers: build the same model before loading it")
+        self._data = {name: self._keep(data) for name, data in state["data"].items()}
+        for name, buffers in state["buffers"].items():
+            self._buffers[name] = {
+                own: (self._buffers[name][own][0], self._keep(data)) for own, data in buffers.items()
+            }
+        self._attributes = {name: dict(values) for name, values in state["attributes"].items()}
+        self._selectors = {name: None if kept is None else tuple(kept) for name, kept in state["selectors"].items()}
+        if self._optimizer is not None:
+            pairs = zip(self._order(), state["state"], strict=True)
+            self._state = {p: self._keep(entries) for p, entries in pairs if entries is not None}
+
+    def _order(self) -> list[Tensor]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
 
     def _keep(self, value: Any) -> Any:
         """The value with containers of its own; tensors and all else copied or referred to, as was asked."""

@@ -1,0 +1,169 @@
+"""P as pruning uses it: row sums, blocks, the refit of a layer's weights, and what is left when inputs go.
+
+Two forms with the same results. :class:`DenseInverse` holds P. :class:`SampleInverse` holds m sampled rows X of a layer
+with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it: every answer goes through an
+m×m matrix, by Woodbury's identity.
+
+All of it in float64, on the CPU where the device has none. The bias, if the layer has one, is the last input.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A little of the mean diagonal keeps a solve with P's own blocks stable when P comes in float32.
+_SOLVE_DAMPING = 1e-7
+
+
+class Inverse(Protocol):
+    """Inverse autocorrelation of the inputs of one group of one layer."""
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """Signed sums of the first ``inputs`` rows of P over the first ``inputs`` columns (Eq. 26)."""
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """``P_dd`` for each set of rows: ``(units, m)`` → ``(units, m, m)``."""
+
+    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
+        """The least-squares refit of a weight matrix (inputs × outputs) when the rows ``gone`` go.
+
+        Returns:
+            ``W_k − P_kd P_dd⁻¹ W_d`` for the rows that stay, in their order.
+        """
+
+    def without(self, gone: Tensor) -> Inverse:
+        """The inverse autocorrelation of the inputs that stay (a Schur complement of P)."""
+
+
+class DenseInverse:
+    """P itself."""
+
+    def __init__(self, P: Tensor) -> None:
+        self.P = P
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+        return len(self.P)
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """See :class:`Inverse`."""
+        return self.P[:inputs, :inputs].sum(1)
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """See :class:`Inverse`."""
+        return self.P[rows.unsqueeze(-1), rows.unsqueeze(-2)]
+
+    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
+        """See :class:`Inverse`."""
+        stay = complement(self.size, gone)
+        return weights[stay] - self.P[stay][:, gone] @ solve_positive(self.P[gone][:, gone], weights[gone])
+
+    def without(self, gone: Tensor) -> DenseInverse:
+        """See :class:`Inverse`."""
+        stay = complement(self.size, gone)
+        cross = self.P[stay][:, gone]
+        smaller = self.P[stay][:, stay] - cross @ solve_positive(self.P[gone][:, gone], cross.mT)
+        return DenseInverse((smaller + smaller.mT) / 2)
+
+
+class SampleInverse:
+    """P of more inputs than rows were sampled, from the rows."""
+
+    def __init__(self, rows: Tensor, damping: float) -> None:
+        """Takes the rows.
+
+        Args:
+            rows: X, ``(m, n)``.
+            damping: δ.
+        """
+        self.rows, self.damping = rows, damping
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+        return self.rows.shape[1]
+
+    def _factor(self, rows: Tensor) -> Tensor:
+        """Cholesky factor of ``XXᵀ/m + δI``."""
+        gram = rows @ rows.mT / len(rows)
+        gram.diagonal().add_(self.damping)
+        return torch.linalg.cholesky(gram)
+
+    def _whitened(self) -> Tensor:
+        """Y with ``P = (I − YᵀY) / δ``."""
+        whitened: Tensor = torch.linalg.solve_triangular(self._factor(self.rows), self.rows, upper=False)
+        return torch.div(whitened, math.sqrt(len(self.rows)))
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """See :class:`Inverse`."""
+        whitened = self._whitened()[:, :inputs]
+        return torch.div(1 - whitened.mT @ whitened.sum(1), self.damping)
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """See :class:`Inverse`."""
+        parts = self._whitened()[:, rows].movedim(1, 0)  # (units, m, rows of a unit)
+        identity = torch.eye(rows.shape[-1], dtype=parts.dtype, device=parts.device)
+        return (identity - parts.mT @ parts) / self.damping
+
+    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
+        """See :class:`Inverse`; here as ``W_k + X_kᵀ (X_k X_kᵀ/m + δI)⁻¹ X_d W_d / m``."""
+        stay = complement(self.size, gone)
+        kept = self.rows[:, stay]
+        lost = self.rows[:, gone] @ weights[gone] / len(self.rows)
+        return weights[stay] + kept.mT @ torch.cholesky_solve(lost, self._factor(kept))
+
+    def without(self, gone: Tensor) -> SampleInverse:
+        """See :class:`Inverse`."""
+        return SampleInverse(self.rows[:, complement(self.size, gone)], self.damping)
+
+
+def from_rows(rows: Tensor, damping: float) -> Inverse:
+    """P of sampled rows ``(m, n)``, in the cheaper form.
+
+    Args:
+        rows: X; the autocorrelation is ``XᵀX/m``.
+        damping: Added to its diagonal, as a share of the diagonal's mean.
+    """
+    m, n = rows.shape
+    delta = damping * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
+    if n > m:
+        return SampleInverse(rows, delta)
+    autocorrelation = rows.mT @ rows / m
+    autocorrelation.diagonal().add_(delta)
+    return DenseInverse(torch.cholesky_inverse(torch.linalg.cholesky(autocorrelation)))
+
+
+def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
+    """``matrix⁻¹ right`` for symmetric positive definite matrices, slightly damped.
+
+    Raises:
+        FloatingPointError: The matrix is not positive definite or not finite.
+    """
+    damped = matrix.clone()
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal += _SOLVE_DAMPING * diagonal.mean(-1, keepdim=True)
+    factor, info = torch.linalg.cholesky_ex(damped)
+    if bool((info != 0).any()) or not bool(factor.isfinite().all()):
+        raise FloatingPointError("P is not positive definite: optimizer.check() tells which layer's, reset() renews it")
+    return torch.cholesky_solve(right, factor)
+
+
+def complement(size: int, gone: Tensor) -> Tensor:
+    """The indices below ``size`` that are not in ``gone``."""
+    mask = torch.ones(size, dtype=torch.bool, device=gone.device)
+    mask[gone] = False
+    return mask.nonzero().flatten()
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Where to compute in float64 for tensors on this device."""
+    return torch.device("cpu") if device.type == "mps" else device

@@ -1,0 +1,199 @@
+"""Input statistics of a network's layers, gathered while it runs, with any optimizer or none."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.optim import functional
+from rlsprune.optim.inverse import DenseInverse, Inverse, exact_device, from_rows
+from rlsprune.optim.layers import Layer, is_layer, mean_input
+from rlsprune.optim.rows import sample_rows
+
+# Rows drawn from one batch, and the most that are kept of a layer: twice its inputs, but not more than the second
+# number. A layer with more inputs than that is worked with in the space of its rows, at a cost of m²n, so there the
+# first number has to do.
+_BATCH_ROWS = 128
+_FEW_ROWS, _MANY_ROWS = 1024, 2048
+
+
+class InputStatistics:
+    """The inverse autocorrelation P of every layer's inputs, for networks trained with any optimizer.
+
+    Statistics come from training forwards (``model.train()``, gradients enabled), or from any forward inside
+    :meth:`everything`.
+
+    Example:
+        >>> import torch, rlsprune
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> statistics = rlsprune.InputStatistics(model)
+        >>> _ = model(torch.rand(64, 4))
+        >>> statistics.inverse("2").shape
+        torch.Size([9, 9])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str = "exact",
+        *,
+        mean_scale: float = 0.1,  # k
+        p0: float = 1.0,
+        damping: float = 1e-3,
+    ) -> None:
+        """Registers one forward hook per Linear and Conv layer.
+
+        Args:
+            model: The network.
+            kind: ``"exact"``: the inverse autocorrelation of the inputs themselves, from a bounded sample of the most
+                recent rows (convolutions: patches), slightly damped. ``"mean"``: the P that :class:`rlsprune.RLS` would
+                have, from the mean input of every batch.
+            mean_scale: The paper's k, of kind ``"mean"``.
+            p0: P starts at p0·I, of kind ``"mean"``.
+            damping: Of kind ``"exact"``: added to the autocorrelation's diagonal, as a share of its mean.
+        """
+        if kind not in ("exact", "mean"):
+            raise ValueError(f"kind={kind!r} is not valid: it must be 'exact' or 'mean'")
+        self._mean_scale, self._p0, self._damping = mean_scale, p0, damping
+        self._everything = False
+        collector = RowSample if kind == "exact" else _MeanInverse
+        layers = {name: module for name, module in model.named_modules() if is_layer(module)}
+        self._collectors: dict[str, RowSample | _MeanInverse] = {name: collector(self) for name in layers}
+        self._handles = [
+            layer.register_forward_hook(_Hook(self, name), with_kwargs=True) for name, layer in layers.items()
+        ]
+
+    def inverse(self, name: str) -> Tensor:
+        """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution."""
+        matrices = [_dense(P) for P in self.inverses(name)]
+        return matrices[0] if len(matrices) == 1 else torch.stack(matrices)
+
+    def inverses(self, name: str) -> list[Inverse]:
+        """P of each group of a layer, in the form that pruning works with.
+
+        Raises:
+            RuntimeError: No input of the layer was seen.
+        """
+        if name not in self._collectors:
+            raise KeyError(f"no layer is called {name!r}; there are {', '.join(map(repr, self._collectors))}")
+        return self._collectors[name].inverses(name)
+
+    def clear(self, seed: int = 0) -> None:
+        """Forgets everything seen; what is sampled from here on depends on the seed and the inputs alone."""
+        for collector in self._collectors.values():
+            collector.clear(seed)
+
+    @contextmanager
+    def everything(self) -> Iterator[None]:
+        """Within it, evaluation forwards and forwards without gradients count too."""
+        before, self._everything = self._everything, True
+        try:
+            yield
+        finally:
+            self._everything = before
+
+    def close(self) -> None:
+        """Removes the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def observe(self, name: str, layer: Layer, inputs: Tensor) -> None:
+        """Called after a forward of a layer."""
+        if self._everything or (layer.training and torch.is_grad_enabled()):
+            with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+                self._collectors[name].add(layer, inputs.detach())
+
+
+class RowSample:
+    """The most recent rows of one layer's input, at most a bounded number."""
+
+    def __init__(self, owner: InputStatistics) -> None:
+        self._damping = owner._damping
+        self.clear(0)
+
+    def clear(self, seed: int) -> None:
+        """Drops the rows and restarts the draw."""
+        self._generator = torch.Generator().manual_seed(seed)
+        self._batches: deque[Tensor] = deque()
+        self._bias = False
+
+    def add(self, layer: Layer, inputs: Tensor) -> None:
+        """Draws rows from a batch, and drops the oldest ones that are not needed any more."""
+        rows = sample_rows(layer, inputs, _BATCH_ROWS, self._generator)
+        if self._batches and self._batches[0].shape[2] != rows.shape[2]:
+            self._batches.clear()  # the layer was resized
+        self._batches.append(rows)
+        self._bias = layer.bias is not None
+        n = rows.shape[2]
+        limit = _FEW_ROWS if n > _MANY_ROWS else min(max(2 * n, _FEW_ROWS), _MANY_ROWS)
+        while sum(batch.shape[1] for batch in self._batches) - self._batches[0].shape[1] >= limit:
+            self._batches.popleft()
+
+    def inverses(self, name: str) -> list[Inverse]:
+        """P of each group, from the rows at hand."""
+        if not self._batches:
+            raise RuntimeError(
+                f"no input of layer {name!r} was seen: train a step with the statistics in place, or give them batches "
+                "(pruner.calibrate(batches))"
+            )
+        rows = torch.cat(list(self._batches), dim=1)
+        rows = rows.to(exact_device(rows.device)).double()
+        if not bool(rows.isfinite().all()):
+            raise FloatingPointError(f"the input of layer {name!r} is not finite: check the data and the loss")
+        if self._bias:
+            rows = nn.functional.pad(rows, (0, 1), value=1.0)
+        return [from_rows(group, self._damping) for group in rows]
+
+
+class _MeanInverse:
+    """P of mean inputs, Eqs. (16) to (20) without the training."""
+
+    def __init__(self, owner: InputStatistics) -> None:
+        self._mean_scale, self._p0 = owner._mean_scale, owner._p0
+        self.clear(0)
+
+    def clear(self, seed: int) -> None:
+        self._P: Tensor | None = None
+
+    def add(self, layer: Layer, inputs: Tensor) -> None:
+        x, _ = mean_input(layer, inputs, torch.promote_types(layer.weight.dtype, torch.float32))
+        if self._P is None or self._P.shape[:2] != x.shape:
+            n = x.shape[1]
+            self._P = self._p0 * torch.eye(n, dtype=x.dtype, device=x.device).expand(len(x), n, n).contiguous()
+        u, excitation = functional.gain(self._P, x)
+        h = 1 + self._mean_scale * excitation
+        functional.rank_one_downdate_(self._P, u, h, mean_scale=self._mean_scale, forgetting=1.0, limit=1.0)
+
+    def inverses(self, name: str) -> list[Inverse]:
+        if self._P is None:
+            raise RuntimeError(f"no input of layer {name!r} was seen: run a batch with the statistics in place")
+        return [DenseInverse(P.to(exact_device(P.device)).double()) for P in self._P]
+
+
+class _Hook:
+    """Hands a layer's input to the statistics, which it holds weakly; copied or pickled, it is idle."""
+
+    def __init__(self, statistics: InputStatistics | None, name: str) -> None:
+        self._statistics = None if statistics is None else weakref.ref(statistics)
+        self._name = name
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None, str]]:
+        return _Hook, (None, self._name)
+
+    def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        statistics = None if self._statistics is None else self._statistics()
+        if statistics is not None:
+            statistics.observe(self._name, layer, args[0] if args else kwargs["input"])
+
+
+def _dense(P: Inverse) -> Tensor:
+    if isinstance(P, DenseInverse):
+        return P.P
+    everything = torch.arange(P.size).unsqueeze(0)
+    return P.blocks(everything)[0]

@@ -1,0 +1,152 @@
+"""How unimportant each unit of a group is: score vectors in which low values go first.
+
+A criterion gives one or more score tensors for a group. A vector scores its units; a matrix ``(units, k)`` scores the k
+nodes of each unit (of a channel that is flattened into a fully-connected layer), and then a unit goes if any of its
+nodes is chosen. Which units are chosen is up to :mod:`rlsprune.prune.select`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rlsprune.graph import Group, Member
+from rlsprune.graph.layers import axis_of
+from rlsprune.optim.inverse import Inverse, solve_positive
+from rlsprune.optim.layers import is_layer
+from rlsprune.optim.rows import input_rows, weight_matrix
+
+Criterion = Callable[[Group], Sequence[Tensor]]
+InverseOf = Callable[[str], list[Inverse]]
+"""From the name of a layer to the P of each of its groups."""
+
+
+def rls(group: Group, inverse_of: InverseOf) -> list[Tensor]:
+    """The paper's two scores, Eqs. (26) and (27): row sums of P (large goes) and L1 norms of W (small goes)."""
+    from_inverse = _mean([_row_sums(member, inverse_of).sum(1) for member in _readers(group)])
+    return [-score for score in from_inverse] + l1_of_producers(group)
+
+
+def rls_paper(group: Group, inverse_of: InverseOf) -> list[Tensor]:
+    """As :func:`rls`, but behind a flatten nodes are scored one by one, to the letter of the paper's section 3.2."""
+    readers = _readers(group)
+    if len(readers) != 1 or not isinstance(readers[0].module, nn.Linear) or readers[0].index.shape[1] == 1:
+        return rls(group, inverse_of)
+    return [-_row_sums(readers[0], inverse_of), *l1_of_producers(group)]
+
+
+def obs(group: Group, inverse_of: InverseOf) -> list[Tensor]:
+    """Optimal brain surgeon: how much the layer's output changes, ``tr(W_dᵀ P_dd⁻¹ W_d)``, after the best refit.
+
+    Summed over all consumers, each scaled to a mean of 1. A consumer whose inputs are not rows of a matrix (a
+    transposed convolution) is scored by its weights alone.
+    """
+    return _mean([_surgeon(member, inverse_of) for member in group.consumers])
+
+
+def l1(group: Group) -> list[Tensor]:
+    """L1 norm of the weights that make a unit; for input features, of the weights that read them."""
+    return l1_of_producers(group) or _mean([_norms(member, 1) for member in group.consumers])
+
+
+def l1_of_producers(group: Group) -> list[Tensor]:
+    """Eq. (27), with the scale of the batch norm behind each producer folded in; nothing for input features."""
+    scores = []
+    for member, norm in zip(group.producers, _following_norms(group), strict=True):
+        score = _norms(member, 1)
+        if norm is not None:
+            score = score * _scales(norm)
+        scores.append(score)
+    return _mean(scores)
+
+
+def criterion(kind: str | Criterion, inverse_of: InverseOf) -> Criterion:
+    """A criterion by name, or the user's own."""
+    if callable(kind):
+        return kind
+    if kind == "l1":
+        return l1
+    if kind in BY_INVERSE:
+        return partial(BY_INVERSE[kind], inverse_of=inverse_of)
+    raise ValueError(f"criterion={kind!r} is not valid: it must be one of {', '.join(NAMES)}, or a callable")
+
+
+BY_INVERSE = {"rls": rls, "rls-paper": rls_paper, "obs": obs}
+NAMES = (*BY_INVERSE, "l1")
+
+
+def _readers(group: Group) -> list[Member]:
+    """The consumers whose P is known: their inputs are rows of a matrix."""
+    return [member for member in group.consumers if is_layer(member.module)]
+
+
+def _row_sums(member: Member, inverse_of: InverseOf) -> Tensor:
+    """Eq. (26) for every channel of every unit, ``(units, k)``: row sums of P over the rows of the channel."""
+    rows = input_rows(member.module, member.index)
+    inputs = member.module.weight[0].numel()  # type: ignore[index]
+    sums = torch.stack([P.row_sums(inputs) for P in inverse_of(member.name)])  # (groups, n)
+    parts = [own[index.to(own.device)] for own, index in zip(sums, rows, strict=True)]
+    taps = rows.shape[0] * rows.shape[2] // member.index.shape[1]
+    return torch.cat(parts, dim=1).view(len(member.index), -1, taps).sum(2).cpu()
+
+
+def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
+    layer = member.module
+    if not is_layer(layer):
+        return _norms(member, 2)
+    scores = torch.zeros(len(member.index), dtype=torch.float64)
+    for P, W, rows in zip(inverse_of(member.name), weight_matrix(layer), input_rows(layer, member.index), strict=True):
+        blocks = P.blocks(rows.to(W.device))
+        own = W.to(blocks.device)[rows.to(blocks.device)]  # (units, rows of a unit, outputs)
+        scores += (own * solve_positive(blocks, own)).sum((1, 2)).cpu()
+    return scores
+
+
+def _norms(member: Member, power: int) -> Tensor:
+    """Sum of ``|w|^power`` over the weights of each unit, in float64 on the CPU."""
+    weight = member.module.weight.detach()  # type: ignore[operator]
+    slab = next(slab for slab in axis_of(member.module, member.side).slabs if slab.tensor == "weight")
+    other_dims = [dim for dim in range(weight.dim()) if dim != slab.dim]
+    sums = (
+        weight.abs().pow(power).sum(other_dims, dtype=torch.float32 if weight.device.type == "mps" else torch.float64)
+    )
+    return sums.double().cpu()[member.index % len(sums)].sum(1)
+
+
+def _scales(member: Member) -> Tensor:
+    """``|γ| / √(σ² + ε)`` of each unit: what a batch norm multiplies its channel with."""
+    norm = member.module
+    assert isinstance(norm, _BatchNorm)
+    scale = torch.ones(norm.num_features) if norm.weight is None else norm.weight.detach().abs().cpu()
+    if norm.running_var is not None:
+        scale = scale / (norm.running_var.cpu() + norm.eps).sqrt()
+    return scale.double()[member.index].mean(1)
+
+
+def _following_norms(group: Group) -> list[Member | None]:
+    """For each producer the batch norm right behind it: in the same block, registered next after it."""
+    norms = [member for member in group.carriers if isinstance(member.module, _BatchNorm) and member.side == "both"]
+    found: list[Member | None] = []
+    for member in group.producers:
+        parent = member.name.rpartition(".")[0]
+        behind = [norm for norm in norms if norm.name.rpartition(".")[0] == parent and _order(norm) > _order(member)]
+        found.append(min(behind, key=_order, default=None))
+    return found
+
+
+def _order(member: Member) -> tuple[int, str]:
+    """Registration order of siblings: conv1 < bn1 < conv2 sorts by number, and a norm behind the layer it follows."""
+    digits = "".join(character for character in member.name.rpartition(".")[2] if character.isdigit())
+    return (int(digits or 0), "b" if isinstance(member.module, _BatchNorm) else "a")
+
+
+def _mean(scores: list[Tensor]) -> list[Tensor]:
+    """The mean of several score vectors, each divided by its mean absolute value; none of none."""
+    if len(scores) < 2:
+        return scores
+    tiny = torch.finfo(torch.float64).tiny
+    return [torch.stack([score / score.abs().mean().clamp_min(tiny) for score in scores]).mean(0)]

@@ -1,0 +1,56 @@
+"""What one pruning event did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+
+class LayerChange(NamedTuple):
+    """How many output channels (or input features) a layer had and has."""
+
+    name: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class PruneEvent:
+    """One event: what went, and what the network costs before and after. ``print(event)`` shows a table."""
+
+    epoch: int
+    """How many times ``pruner.step`` had been called."""
+    loss: float | None
+    """The loss that opened the gate; None for an event by hand."""
+    params_before: int
+    params_after: int
+    flops_before: int
+    flops_after: int
+    layers: tuple[LayerChange, ...]
+    removed: dict[str, list[int]] = field(default_factory=dict)
+    """Name of a group (its first layer, or ``input``) → its units that went, numbered as before the event."""
+    kind: Literal["prune", "roll-back"] = "prune"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as plain containers, for JSON and checkpoints."""
+        return asdict(self) | {"layers": [list(change) for change in self.layers]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PruneEvent:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**{**values, "layers": tuple(LayerChange(*change) for change in values["layers"])})
+
+    def __str__(self) -> str:
+        title = "rolled back" if self.kind == "roll-back" else "pruned"
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        rows = [(change.name or "model", change.before, change.after) for change in self.layers]
+        rows += [("parameters", self.params_before, self.params_after), ("FLOPs", self.flops_before, self.flops_after)]
+        wide = [max(len(f"{row[i]:,}" if i else str(row[0])) for row in rows) for i in range(3)]
+        lines = [
+            f"epoch {self.epoch}: {title}{loss}",
+            f"{'layer':<{wide[0]}}  {'before':>{wide[1]}}  {'after':>{wide[2]}}",
+        ]
+        for name, before, after in rows:
+            share = f"{100 * after / before:5.1f} %" if before else ""
+            lines.append(f"{name:<{wide[0]}}  {before:>{max(wide[1], 6)},}  {after:>{max(wide[2], 5)},}  {share}")
+        return "\n".join(lines)

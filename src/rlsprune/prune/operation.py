@@ -1,0 +1,114 @@
+"""One pruning event, all or nothing: choose, compensate and cut, layer after layer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from rlsprune.graph import ChannelGraph, Group, plan_cuts
+from rlsprune.inputs import select_inputs
+from rlsprune.optim.inverse import complement
+from rlsprune.prune.criteria import Criterion, InverseOf, criterion
+from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
+from rlsprune.prune.select import choose_units
+from rlsprune.prune.settings import Settings
+from rlsprune.prune.snapshot import Snapshot
+from rlsprune.prune.surgery import apply_cuts
+
+
+def operate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    copies: list[nn.Module],
+    graph: ChannelGraph,
+    settings: Settings,
+    source: InverseOf,
+) -> dict[str, list[int]]:
+    """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1). Not undone on errors.
+
+    Args:
+        model: The network.
+        optimizer: Whose state is cut with it.
+        copies: Copies of the network, cut alike.
+        graph: Its groups, renumbered as units go.
+        settings: What to choose and how to remove it.
+        source: P of each group of a layer, for scores and compensation.
+
+    Returns:
+        Name of a group → the units that went, numbered as before the event.
+    """
+    inverse_of = KnownInverses(source)
+    score = criterion(settings.criterion, inverse_of)
+    removed: dict[str, list[int]] = {}
+    with torch.no_grad():
+        for name in [group.name for group in graph]:
+            units = _choose(graph[name], settings, score)
+            if units:
+                _remove(graph, graph[name], units, model, optimizer, copies, settings, inverse_of)
+                removed[name] = units
+    if removed and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # code compiled for the old shapes, and its count of recompilations
+    return removed
+
+
+@contextmanager
+def undone_on_error(
+    model: nn.Module, optimizer: Optimizer, copies: list[nn.Module], graph: ChannelGraph
+) -> Iterator[Callable[[], None]]:
+    """An error inside leaves everything as it was; so does calling what it yields."""
+    groups = graph.groups
+    snapshots = [Snapshot(model, optimizer), *(Snapshot(inner(copy)) for copy in copies)]
+
+    def undo() -> None:
+        for snapshot in snapshots:
+            snapshot.restore()
+        graph.groups = groups
+
+    try:
+        yield undo
+    except BaseException:
+        undo()
+        raise
+
+
+def inner(copy: nn.Module) -> nn.Module:
+    """The network itself, of a copy that may be wrapped in an ``AveragedModel``."""
+    return copy.module if isinstance(copy, AveragedModel) else copy
+
+
+def _choose(group: Group, settings: Settings, score: Criterion) -> list[int]:
+    ratio = settings.ratio_of(group)
+    if not ratio:
+        return []
+    keep, round_to = (1, 1) if group.is_input else (settings.min_channels, settings.round_to)
+    return choose_units(group.name, list(score(group)), group.size, ratio, keep, round_to)
+
+
+def _remove(
+    graph: ChannelGraph,
+    group: Group,
+    units: list[int],
+    model: nn.Module,
+    optimizer: Optimizer,
+    copies: list[nn.Module],
+    settings: Settings,
+    inverse_of: KnownInverses,
+) -> None:
+    for network in (model, *map(inner, copies)):
+        if settings.compensate:
+            compensate(network, group, units, inverse_of)
+        for member in group.consumers if group.is_input else ():
+            layer = network.get_submodule(member.name)
+            assert isinstance(layer, nn.Linear)
+            select_inputs(layer, complement(layer.in_features, member.index[units].flatten()))
+    cuts = plan_cuts([(group, units)])
+    cut_inverses(model, optimizer, cuts, settings.inverse)
+    apply_cuts(model, cuts, optimizer, copies)
+    inverse_of.remove(group, units)
+    graph.shrink({group.name: units})

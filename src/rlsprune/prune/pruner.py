@@ -1,0 +1,353 @@
+"""The pruner: shrinks a network in the middle of its training."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlsprune import io
+from rlsprune._model import ExampleInputs, as_call
+from rlsprune.graph import ChannelGraph, Group, find_groups
+from rlsprune.inputs import kept_inputs, strip_inputs
+from rlsprune.optim.inverse import DenseInverse, Inverse, exact_device
+from rlsprune.optim.rls import RLS
+from rlsprune.optim.statistics import InputStatistics
+from rlsprune.profile import count, latency
+from rlsprune.prune.criteria import Criterion
+from rlsprune.prune.event import LayerChange, PruneEvent
+from rlsprune.prune.operation import operate, undone_on_error
+from rlsprune.prune.schedule import Decision, Gate
+from rlsprune.prune.settings import Settings
+from rlsprune.prune.snapshot import Snapshot
+
+
+class Pruner:
+    """Prunes a network a little whenever its loss has recovered from the last time.
+
+    Call :meth:`step` once per epoch with a loss: the epoch's mean training loss, the last minibatch's (the paper to the
+    letter), or better a held-out one. The first ``warmup_epochs`` calls never prune; from then on a call prunes if the
+    loss is below the loss at the last prune. Parameters stay the same objects, smaller, and the optimizer's state is
+    cut with them, so schedulers, parameter groups and hooks stay valid.
+
+    Example:
+        >>> import torch, rlsprune
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+        >>> optimizer = rlsprune.RLS(model)
+        >>> pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 8), warmup_epochs=0, ratio=0.5)
+        >>> inputs = torch.rand(64, 8)
+        >>> loss = (model(inputs) - inputs[:, :2]).square().mean()
+        >>> loss.backward(); optimizer.step()
+        >>> event = pruner.step(loss.item())
+        >>> event.params_after < event.params_before
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example_inputs: ExampleInputs,
+        ratio: float | Mapping[str, float] = 0.4,  # ξ
+        input_ratio: float | None = None,
+        warmup_epochs: int = 30,  # q
+        criterion: str | Criterion = "rls",
+        compensate: bool = True,
+        inverse: str = "schur",
+        statistics: str = "exact",
+        ignore: Iterable[str] = (),
+        min_channels: int = 1,
+        round_to: int = 1,
+        target: Mapping[str, float] | None = None,
+        patience: int | None = 10,
+        on_prune: Callable[[PruneEvent], object] | None = None,
+    ) -> None:
+        """Finds the network's prunable channels and proves on the example that they can go.
+
+        Args:
+            model: The network itself, not a parallel or compiled wrapper.
+            optimizer: Any ``torch.optim`` optimizer of its parameters (not LBFGS).
+            example_inputs: What the network is called with: a tensor, a tuple of arguments or a dict of them.
+            ratio: ξ in (0, 1), the share of a layer's channels considered at each event; or a mapping from layer names
+                (``"input"`` for the input features) to ratios, where layers not named are left alone.
+            input_ratio: The same for flat input features; None for ξ/2. Image channels are never pruned.
+            warmup_epochs: q, the calls of :meth:`step` that never prune.
+            criterion: ``"rls"``, ``"obs"``, ``"l1"``, ``"rls-paper"`` (as ``"rls"``, but a channel goes if any of its
+                nodes behind a flatten is chosen), or a callable from a :class:`rlsprune.Group` to score vectors, low
+                goes first.
+            compensate: Refit the layers that read what goes.
+            inverse: What happens to the optimizer's P: ``"schur"`` or ``"slice"``.
+            statistics: Which P scores and refits: ``"exact"`` (of the inputs themselves, sampled while training) or
+                ``"training"`` (the optimizer's own, RLS only).
+            ignore: Names of layers that keep all their channels.
+            min_channels: What every layer keeps at least.
+            round_to: Layers keep a multiple of this many channels, where they lose any.
+            target: Stop at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
+                ``{"latency": 0.5}``.
+            patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
+            on_prune: Called with the event after each prune and each roll-back.
+        """
+        for name, value, least in (("warmup_epochs", warmup_epochs, 0), ("patience", patience, 1)):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value!r} is not valid: it must be at least {least}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
+        self.model, self.optimizer, self.example_inputs = model, optimizer, example_inputs
+        self._settings = Settings(
+            optimizer,
+            ratio,
+            input_ratio,
+            criterion,
+            compensate,
+            inverse,
+            statistics,
+            min_channels,
+            round_to,
+            dict(target or {}),
+        )
+        self._ignore, self._on_prune = ignore, on_prune
+        self._known_graph: ChannelGraph | None = None
+        self._graph  # noqa: B018 — found now, so that a model that cannot be pruned is refused here
+        exact = self._settings.needs_inverse and statistics == "exact"
+        self._statistics = InputStatistics(model) if exact else None
+        self._copies: list[nn.Module] = []
+        self._gate = Gate(warmup_epochs, patience)
+        self._recovered: Snapshot | None = None
+        self._original = self._costs()
+        self.done = False
+        """Whether pruning has ended: the target is reached, patience ran out, or :meth:`finish` was called."""
+        self.history: list[PruneEvent] = []
+        """Every event so far, roll-backs included."""
+
+    # --- what a training loop calls -----------------------------------------------------------------------------------
+
+    def step(self, loss: float | Tensor) -> PruneEvent | None:
+        """Once per epoch: prunes if the loss has recovered. Returns the event if it did.
+
+        Args:
+            loss: The loss to compare with the one at the last prune; which one is up to the caller.
+        """
+        loss = float(loss)
+        if not math.isfinite(loss):
+            raise ValueError(f"loss={loss} in epoch {self._gate.epoch + 1}: training has diverged. Nothing was pruned")
+        decision = self._gate.step(loss)
+        event = None
+        if not self.done and decision is Decision.ROLL_BACK:
+            self._roll_back(loss)
+        elif not self.done and decision is Decision.PRUNE:
+            self.done = self._reached_target()
+            if not self.done:
+                event = self._prune(loss)
+        if self._statistics is not None:
+            self._statistics.clear(seed=self._gate.epoch)
+        return event
+
+    def prune(self) -> PruneEvent | None:
+        """Prunes now, whatever the loss. Returns the event, or None (with a warning) if nothing was chosen."""
+        return self._prune(None)
+
+    def preview(self) -> PruneEvent | None:
+        """The event that :meth:`prune` would make, changing nothing."""
+        with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
+            event = self._event(None)
+            undo()
+        return event
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Any]) -> None:
+        """Gathers exact input statistics from given batches, when no training step has been seen yet.
+
+        Args:
+            batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
+        """
+        if self._statistics is None:
+            raise ValueError(
+                f"calibrate gathers exact statistics, which are not in use: this pruner has {self._settings}"
+            )
+        modes = {module: module.training for module in self.model.modules()}
+        single = isinstance(self.example_inputs, Tensor)
+        seen = 0
+        try:
+            self.model.eval()
+            with self._statistics.everything():
+                for batch in batches:
+                    args, kwargs = as_call(batch[0] if single and isinstance(batch, tuple | list) else batch)
+                    self.model(*args, **kwargs)
+                    seen += 1
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        if not seen:
+            raise ValueError("calibrate was given no batch")
+
+    def finish(self) -> None:
+        """Ends pruning. If the network has not recovered from the last prune, it goes back to the last one that had."""
+        if not self._gate.recovered and self._recovered is not None:
+            self._roll_back(None)
+        self.done = True
+
+    def follow(self, copy: nn.Module) -> None:
+        """Keeps a copy of the model (a moving average of it, say) in the same shape from now on."""
+        self._copies.append(copy)
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The channels that can be pruned, as they are now."""
+        return self._graph.groups
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """What is left alone, and why."""
+        return self._graph.skipped
+
+    @property
+    def kept_inputs(self) -> Tensor | None:
+        """Indices of the original input features that the network still uses; None if it uses them all."""
+        for group in self.groups:
+            for member in group.consumers if group.is_input else ():
+                return kept_inputs(member.module)
+        return None
+
+    def strip_inputs(self) -> nn.Module:
+        """A copy of the model that takes only the kept input features."""
+        return strip_inputs(self.model)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the model as :func:`rlsprune.save` does, with the history in the metadata."""
+        io.save(self.model, path, metadata={"history": [event.to_dict() for event in self.history]})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model and the optimizer, as plain containers and tensors."""
+        return {
+            "gate": self._gate.state_dict(),
+            "done": self.done,
+            "history": [event.to_dict() for event in self.history],
+            "original": dict(self._original),
+            "recovered": None if self._recovered is None else self._recovered.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another pruner stopped: load the model first, then the optimizer, then the pruner."""
+        history = [PruneEvent.from_dict(event) for event in state["history"]]
+        recovered = state["recovered"]
+        snapshot = None
+        if recovered is not None:
+            snapshot = Snapshot(self.model, self.optimizer, copy=True)
+            snapshot.load_state_dict(recovered)
+        self._gate.load_state_dict(state["gate"])
+        self.done, self.history, self._recovered = bool(state["done"]), history, snapshot
+        self._original = dict(state["original"])
+        if self._statistics is not None:
+            self._statistics.clear(seed=self._gate.epoch)
+
+    # --- one event ----------------------------------------------------------------------------------------------------
+
+    def _prune(self, loss: float | None) -> PruneEvent | None:
+        kept = Snapshot(self.model, self.optimizer, copy=True) if self._gate.patience is not None else None
+        with undone_on_error(self.model, self.optimizer, self._copies, self._graph):
+            event = self._event(loss)
+        if loss is not None:
+            self._gate.pruned(loss, changed=event is not None)
+        if event is None:
+            warnings.warn(
+                f"nothing was pruned in epoch {self._gate.epoch}: no channel of any layer may go at ratio="
+                f"{self._settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another criterion",
+                stacklevel=3,
+            )
+            return None
+        if loss is not None:
+            self._recovered = kept
+        self._announce(event)
+        return event
+
+    def _event(self, loss: float | None) -> PruneEvent | None:
+        costs, sizes = self._costs(), self._sizes()
+        settings = self._settings
+        removed = operate(self.model, self.optimizer, self._copies, self._graph, settings, self._inverses)
+        return self._describe("prune", loss, costs, sizes, removed) if removed else None
+
+    def _roll_back(self, loss: float | None) -> None:
+        self.done = True
+        if self._recovered is None:
+            return
+        costs, sizes = self._costs(), self._sizes()
+        self._recovered.restore()
+        self._known_graph = None  # it was the smaller network's
+        self._gate.recovered = True
+        self._announce(self._describe("roll-back", loss, costs, sizes, {}))
+
+    def _describe(
+        self,
+        kind: Literal["prune", "roll-back"],
+        loss: float | None,
+        costs: Mapping[str, float],
+        sizes: Mapping[str, int],
+        removed: dict[str, list[int]],
+    ) -> PruneEvent:
+        after, now = self._costs(), self._sizes()
+        return PruneEvent(
+            epoch=self._gate.epoch,
+            loss=loss,
+            params_before=int(costs["params"]),
+            params_after=int(after["params"]),
+            flops_before=int(costs["flops"]),
+            flops_after=int(after["flops"]),
+            layers=tuple(LayerChange(name, size, now[name]) for name, size in sizes.items()),
+            removed=removed,
+            kind=kind,
+        )
+
+    def _announce(self, event: PruneEvent) -> None:
+        self.history.append(event)
+        if self._on_prune is not None:
+            self._on_prune(event)
+
+    # --- settings, statistics, costs ----------------------------------------------------------------------------------
+
+    @property
+    def _graph(self) -> ChannelGraph:
+        if self._known_graph is None:
+            graph = find_groups(self.model, self.example_inputs, self._ignore)
+            if not graph.groups:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
+                raise ValueError(f"the model has nothing to prune. {reasons}")
+            self._settings.check_names(graph)
+            self._known_graph = graph
+        return self._known_graph
+
+    def _inverses(self, name: str) -> list[Inverse]:
+        """P of each group of a layer, from where ``statistics`` says."""
+        if self._statistics is not None:
+            return self._statistics.inverses(name)
+        assert isinstance(self.optimizer, RLS)
+        P = self.optimizer.inverse(name)
+        exact = P.to(exact_device(P.device)).double()
+        return [DenseInverse(matrix) for matrix in (exact if exact.dim() == 3 else [exact])]
+
+    def _reached_target(self) -> bool:
+        now = self._costs()
+        return any(now[what] <= share * self._original[what] for what, share in self._settings.target.items())
+
+    def _costs(self) -> dict[str, float]:
+        params, flops = count(self.model, self.example_inputs)
+        costs: dict[str, float] = {"params": params, "flops": flops}
+        if "latency" in self._settings.target:
+            costs["latency"], _ = latency(self.model, self.example_inputs)
+        return costs
+
+    def _sizes(self) -> dict[str, int]:
+        """Output channels of every layer that has them, and what is left of the input features."""
+        sizes = {group.name: group.size for group in self.groups if group.is_input}
+        for name, module in self.model.named_modules():
+            size = getattr(module, "out_features", getattr(module, "out_channels", None))
+            if isinstance(size, int):
+                sizes[name] = size
+        return sizes

@@ -1,0 +1,116 @@
+"""What a layer does when some of its inputs go: refit its weights, and let its P go along."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlsprune.graph import Cuts, Group
+from rlsprune.graph.layers import is_depthwise
+from rlsprune.optim.inverse import DenseInverse, Inverse, complement
+from rlsprune.optim.layer_step import INVERSE
+from rlsprune.optim.layers import is_layer
+from rlsprune.optim.rows import input_rows, split_matrix, weight_matrix
+from rlsprune.prune.criteria import InverseOf
+from rlsprune.prune.surgery import replace_data
+
+
+def compensate(model: nn.Module, group: Group, units: list[int], inverse_of: InverseOf) -> None:
+    """``W_k ← W_k − P_kd P_dd⁻¹ W_d`` on every consumer, bias included; the weights of what goes are left as they are.
+
+    The least-squares refit of the layer's output on the inputs that stay. In new tensors: the old ones are intact.
+
+    Args:
+        model: The network, or a copy of it with the same names.
+        group: Whose units go.
+        units: Which of them.
+        inverse_of: P of each group of a layer.
+    """
+    for member in group.consumers:
+        if not is_layer(member.module):
+            continue
+        layer = model.get_submodule(member.name)
+        assert is_layer(layer)
+        matrix = weight_matrix(layer)
+        gone = input_rows(member.module, member.index[units]).flatten(1).to(matrix.device)
+        for W, P, rows in zip(matrix, inverse_of(member.name), gone, strict=True):
+            W[complement(len(W), rows)] = P.refit(W.clone(), rows)
+        weight, bias = split_matrix(layer, matrix)
+        for parameter, data in ((layer.weight, weight), (layer.bias, bias)):
+            if parameter is not None and data is not None:
+                replace_data(parameter, data.contiguous(memory_format=_format(parameter)))
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    last = tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+class KnownInverses:
+    """P of each layer during one event: asked for once, and smaller with every group that goes."""
+
+    def __init__(self, source: InverseOf) -> None:
+        self._source = source
+        self._known: dict[str, list[Inverse]] = {}
+
+    def __call__(self, name: str) -> list[Inverse]:
+        """P of each group of a layer, for the inputs that it still has."""
+        if name not in self._known:
+            self._known[name] = self._source(name)
+        return self._known[name]
+
+    def remove(self, group: Group, units: list[int]) -> None:
+        """The inputs that go, go from every P asked for so far."""
+        for member in group.consumers:
+            if member.name in self._known:
+                gone = input_rows(member.module, member.index[units]).flatten(1)
+                self._known[member.name] = [
+                    P.without(rows) for P, rows in zip(self._known[member.name], gone, strict=True)
+                ]
+
+
+def cut_inverses(model: nn.Module, optimizer: Optimizer, cuts: Cuts, how: str) -> None:
+    """Cuts the P that :class:`rlsprune.RLS` keeps of every layer in the plan, before the plan is applied.
+
+    Args:
+        model: The network, not cut yet.
+        optimizer: Any optimizer; those without P are left alone.
+        cuts: The plan.
+        how: ``"schur"``: the inverse autocorrelation of the inputs that stay. ``"slice"``: their rows and columns of P.
+    """
+    for name, dims in cuts.tensors.items():
+        path, _, own = name.rpartition(".")
+        layer = model.get_submodule(path)
+        weight = layer._parameters.get("weight")
+        if own != "weight" or weight is None or INVERSE not in optimizer.state.get(weight, {}):
+            continue
+        state = optimizer.state[weight]
+        if is_depthwise(layer):
+            keep = dims[0].to(weight.device)
+            state[INVERSE] = [P[keep] for P in state[INVERSE]]
+        elif 1 in dims:
+            taps = weight[0, 0].numel()
+            gone = complement(weight.shape[1], dims[1])
+            rows = (gone[:, None] * taps + torch.arange(taps)).flatten()
+            state[INVERSE] = _without(state[INVERSE], rows, how)
+
+
+def _without(blocks: list[Tensor], rows: Tensor, how: str) -> list[Tensor]:
+    """P in diagonal blocks, each ``(groups, b, b)``, without some rows; a block that loses all of them goes."""
+    result, start = [], 0
+    for block in blocks:
+        size = block.shape[-1]
+        own = rows[(rows >= start) & (rows < start + size)] - start
+        start += size
+        if len(own) < size:
+            result.append(torch.stack([_shrunk(P, own.to(P.device), how) for P in block]) if len(own) else block)
+    return result
+
+
+def _shrunk(P: Tensor, gone: Tensor, how: str) -> Tensor:
+    if how == "slice":
+        stay = complement(len(P), gone)
+        return P[stay][:, stay]
+    exact = P.cpu() if P.device.type == "mps" else P
+    return DenseInverse(exact.double()).without(gone.to(exact.device)).P.to(P)

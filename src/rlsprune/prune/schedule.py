@@ -1,0 +1,57 @@
+"""When to prune: Algorithm 1's gate, and when to give up waiting behind it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+
+class Decision(Enum):
+    """What an epoch's loss calls for."""
+
+    TRAIN = "train on"
+    PRUNE = "prune"
+    ROLL_BACK = "go back to the last network that had recovered"
+
+
+@dataclass
+class Gate:
+    """Opens after ``warmup_epochs``, when the loss is below the one at the last prune."""
+
+    warmup_epochs: int  # q
+    patience: int | None
+    epoch: int = 0
+    loss: float = math.inf
+    """The loss recorded at the last prune; ∞ before the first."""
+    waited: int = 0
+    """Epochs since the last prune that did not recover."""
+    recovered: bool = True
+    """Whether the loss has been below the gate since the last prune."""
+
+    def step(self, loss: float) -> Decision:
+        """Counts an epoch."""
+        self.epoch += 1
+        if self.epoch <= self.warmup_epochs:
+            return Decision.TRAIN
+        if loss < self.loss:
+            self.waited, self.recovered = 0, True
+            return Decision.PRUNE
+        self.waited += not self.recovered
+        if self.patience is not None and self.waited >= self.patience:
+            return Decision.ROLL_BACK
+        return Decision.TRAIN
+
+    def pruned(self, loss: float, changed: bool) -> None:
+        """Moves the gate to the loss at this prune; if the network changed, it has to recover."""
+        self.loss, self.waited, self.recovered = loss, 0, not changed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gate as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over where another gate stood; the settings stay this one's."""
+        for name in ("epoch", "loss", "waited", "recovered"):
+            setattr(self, name, state[name])

@@ -1,0 +1,82 @@
+"""How a prune is made: everything that does not change from event to event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from rlsprune.graph import ChannelGraph, Group
+from rlsprune.optim.rls import RLS
+from rlsprune.prune.criteria import NAMES, Criterion
+
+TARGETS = ("params", "flops", "latency")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of :class:`rlsprune.Pruner`, checked; it says what each means."""
+
+    optimizer: Optimizer
+    ratio: float | Mapping[str, float]
+    input_ratio: float | None
+    criterion: str | Criterion
+    compensate: bool
+    inverse: str
+    statistics: str
+    min_channels: int
+    round_to: int
+    target: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS keeps its state in one flat vector that cannot be cut: use another optimizer")
+        for name, value in self.ratio.items() if isinstance(self.ratio, Mapping) else [("", self.ratio)]:
+            where = f"ratio[{name!r}]" if name else "ratio"
+            _check(where, value, 0 < value < 1, "in (0, 1)")
+        given = self.input_ratio
+        _check("input_ratio", given, given is None or 0 <= given < 1, "None or in [0, 1)")
+        known = callable(self.criterion) or self.criterion in NAMES
+        _check("criterion", self.criterion, known, f"one of {', '.join(NAMES)}, or a callable")
+        _check("inverse", self.inverse, self.inverse in ("schur", "slice"), "'schur' or 'slice'")
+        _check("statistics", self.statistics, self.statistics in ("exact", "training"), "'exact' or 'training'")
+        _check("min_channels", self.min_channels, self.min_channels >= 1, "at least 1")
+        _check("round_to", self.round_to, self.round_to >= 1, "at least 1")
+        for what, share in self.target.items():
+            _check("target", self.target, what in TARGETS and 0 < share < 1, f"{'/'.join(TARGETS)} → in (0, 1)")
+        if self.statistics == "training" and self.needs_inverse and not isinstance(self.optimizer, RLS):
+            raise ValueError(
+                f"statistics='training' is RLS's own P, and the optimizer is {type(self.optimizer).__name__}: "
+                "use statistics='exact'"
+            )
+
+    @property
+    def needs_inverse(self) -> bool:
+        """Whether P is needed at all."""
+        return self.compensate or (isinstance(self.criterion, str) and self.criterion != "l1")
+
+    def ratio_of(self, group: Group) -> float:
+        """ξ of one group; 0 if it is left alone."""
+        if group.is_input and self.input_ratio is not None:
+            return self.input_ratio
+        if isinstance(self.ratio, Mapping):
+            return next((self.ratio[name] for name in _names(group) if name in self.ratio), 0.0)
+        return self.ratio / 2 if group.is_input else self.ratio
+
+    def check_names(self, graph: ChannelGraph) -> None:
+        """Refuses ratios for layers that do not exist or cannot be pruned."""
+        known = {name for group in graph for name in _names(group)}
+        unknown = set(self.ratio) - known if isinstance(self.ratio, Mapping) else set()
+        if unknown:
+            raise ValueError(f"ratio names {sorted(unknown)}, which cannot be pruned; there are {sorted(known)}")
+
+
+def _names(group: Group) -> list[str]:
+    return [group.name, *(member.name for member in group.producers)]
+
+
+def _check(name: str, value: object, valid: bool, expected: str) -> None:
+    if not valid:
+        raise ValueError(f"{name}={value!r} is not valid: it must be {expected}")
