@@ -12,7 +12,7 @@ __all__ = ["FNN"]
 
 
 class FNN(nn.Sequential):
-    """Flatten, then fully-connected layers ``fc1``, ``fc2``, … with ReLU between them.
+    """Fully-connected layers ``fc1``, ``fc2``, … with ReLU between them, on flat features (prunable too).
 
     Args:
         sizes: Nodes per layer, from the inputs to the outputs.
@@ -20,13 +20,13 @@ class FNN(nn.Sequential):
 
     Example:
         >>> [name for name, _ in FNN().named_children()]
-        ['flatten', 'fc1', 'relu1', 'fc2', 'relu2', 'fc3']
+        ['fc1', 'relu1', 'fc2', 'relu2', 'fc3']
     """
 
     def __init__(self, sizes: Sequence[int] = (784, 1024, 512, 10), batch_norm: bool = False) -> None:
         if len(sizes) < 2:
             raise ValueError(f"sizes={tuple(sizes)} is not valid: give at least the inputs and the outputs")
-        parts: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+        parts: OrderedDict[str, nn.Module] = OrderedDict()
         for number, (inputs, outputs) in enumerate(pairwise(sizes), 1):
             parts[f"fc{number}"] = nn.Linear(inputs, outputs)
             if number < len(sizes) - 1:

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 
-from rlsprune.data.batches import Batches
-from rlsprune.data.datasets import Split
 from rlsprune.train.method import Method
 
-__all__ = ["LOSSES", "EpochLoss", "Evaluation", "Loss", "evaluate", "mean_squared_error", "train_epoch"]
+__all__ = ["LOSSES", "Batch", "EpochLoss", "Evaluation", "Loss", "evaluate", "mean_squared_error", "train_epoch"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, labels) → the mean loss of the batch."""
 
-_EVALUATION_BATCH = 500  # images; of the paper's convolution maps it makes 130 MB
+Batch = tuple[Tensor, Tensor]
+"""Inputs and labels."""
 
 
 def mean_squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ class Evaluation(NamedTuple):
 def train_epoch(
     model: nn.Module,
     optimizer: Optimizer,
-    batches: Batches,
+    batches: Iterable[Batch],
     loss_function: Loss,
     method: Method,
     on_batch: Callable[[int, Tensor], None] = lambda number, loss: None,
@@ -74,8 +73,8 @@ def train_epoch(
     model.train()
     seen = 0
     sums: list[Tensor] = []  # read once at the end: looking at each would make the host wait for an accelerator
-    for number, (images, labels) in enumerate(batches, 1):
-        loss = loss_function(model(images), labels)
+    for number, (inputs, labels) in enumerate(batches, 1):
+        loss = loss_function(model(inputs), labels)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         method.after_backward()
@@ -96,23 +95,18 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Split, loss_function: Loss, channels_last: bool = False) -> Evaluation:
-    """Loss and precision on a split, in evaluation mode; the mode is put back after."""
-    batches = Batches(split.images, split.labels, _EVALUATION_BATCH, shuffle=False, channels_last=channels_last)
+def evaluate(model: nn.Module, batches: Iterable[Batch], loss_function: Loss) -> Evaluation:
+    """Loss and precision, in evaluation mode; the mode is put back after."""
     was_training = model.training
     model.eval()
-    loss, correct = _sums(model, batches, loss_function)
-    model.train(was_training)
-    return Evaluation(loss / len(split), 100 * correct / len(split))
-
-
-def _sums(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], loss_function: Loss) -> tuple[float, int]:
-    losses, corrects = [], []
-    for images, labels in batches:
-        outputs = model(images)
+    losses, corrects, seen = [], [], 0
+    for inputs, labels in batches:
+        outputs = model(inputs)
         losses.append(loss_function(outputs, labels) * len(labels))
         corrects.append((outputs.argmax(-1) == labels).sum())
-    return _total(losses), int(torch.stack(corrects).sum())
+        seen += len(labels)
+    model.train(was_training)
+    return Evaluation(_total(losses) / seen, 100 * _total(corrects) / seen)
 
 
 def _total(values: list[Tensor]) -> float:

@@ -52,9 +52,14 @@ class Record:
         self.metrics, self.events = list(state["metrics"]), list(state["events"])
 
 
-def tail(metrics: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The epochs that a summary averages: the last ten, or the last tenth of a run of fewer than a hundred."""
-    return metrics[-min(10, max(1, len(metrics) // 10)) :]
+def tail(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> Sequence[Mapping[str, Any]]:
+    """The epochs that a summary averages: the last ten, or the last tenth of a run of fewer than a hundred.
+
+    Epochs before a roll-back do not count: they are of a network that was thrown away.
+    """
+    rolled_back = max((event["epoch"] for event in events if event["kind"] == "roll-back"), default=0)
+    last = metrics[-min(10, max(1, len(metrics) // 10)) :]
+    return [line for line in last if line["epoch"] >= rolled_back]
 
 
 def layer_rows(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained]) -> list[dict[str, Any]]:

@@ -1,0 +1,217 @@
+"""Everything that decides a run's numbers, as it stands in the run's config.json. Light to import: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experiment
+
+__all__ = ["PAPER", "RLS_DEFAULTS", "PruningSettings", "RunConfig", "make_config"]
+
+GATES = ("train", "batch", "valid")
+LOSSES = ("mse", "cross-entropy")
+AUGMENTS = ("crop", "crop+flip")
+
+
+@dataclass(frozen=True)
+class PruningSettings:
+    """How `rls` and `rls-paper` prune; see `rlsprune.Pruner`."""
+
+    ratio: float
+    """ξ"""
+    gate: str
+    """The loss that has to recover: the epoch's mean ("train"), its last minibatch ("batch"), held-out ("valid")."""
+    criterion: str
+    compensate: bool
+    inverse: str
+    statistics: str
+    patience: int | None
+    settle: float
+    """The last share of the epochs, in which nothing is pruned any more."""
+
+
+PAPER = PruningSettings(
+    ratio=0.4,
+    gate="batch",
+    criterion="rls-paper",
+    compensate=False,
+    inverse="slice",
+    statistics="training",
+    patience=None,
+    settle=0.0,
+)
+"""The paper to the letter."""
+
+RLS_DEFAULTS = PruningSettings(
+    ratio=0.2,
+    gate="valid",
+    criterion="obs",
+    compensate=True,
+    inverse="schur",
+    statistics="exact",
+    patience=10,
+    settle=0.2,
+)
+"""Ours."""
+
+HELD_OUT_SHARE = 1 / 12
+"""Of the training images, for the gate "valid"; of MNIST's that makes 5,000."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run, completely: the same config on the same machine gives the same numbers."""
+
+    experiment: str
+    method: str
+    optimizer: str
+    preset: str
+    seed: int
+    epochs: int
+    warmup_epochs: int
+    prune_epoch: int | None
+    """Where the one-shot methods prune; None: never, which makes the method's unpruned twin."""
+    gate: str
+    loss: str
+    batch_size: int
+    train_images: int | None
+    test_images: int | None
+    augment: str | None
+    device: str
+    threads: int
+    pruning: PruningSettings | None
+    """None for methods that are not ours."""
+    shape_from: str | None
+    """The run folder that `scratch` takes its shape from."""
+    data_dir: str | None
+    verify: bool
+
+    def __post_init__(self) -> None:
+        experiment(self.experiment)
+        _among("method", self.method, METHODS)
+        _among("optimizer", self.optimizer, OPTIMIZERS)
+        _among("gate", self.gate, GATES)
+        _among("loss", self.loss, LOSSES)
+        if self.augment is not None:
+            _among("augment", self.augment, AUGMENTS)
+        for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
+            _at_least(name, getattr(self, name), least)
+        for name in ("prune_epoch", "train_images", "test_images"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """From what JSON had.
+
+        Raises:
+            ValueError: Names or values are not those of a config.
+        """
+        names = {field.name for field in fields(cls)}
+        if set(values) != names:
+            odd = ", ".join(sorted(set(values) ^ names))
+            raise ValueError(f"this is not the config of a run of this version: {odd} is unknown or missing")
+        pruning = values["pruning"]
+        return cls(**{**values, "pruning": None if pruning is None else PruningSettings(**pruning)})
+
+    def differences(self, other: RunConfig) -> list[str]:
+        """In words, where two configs would give other numbers; where the data lie does not matter."""
+        mine, others = self.to_dict(), other.to_dict()
+        ignored = {"data_dir", "verify", "shape_from"}
+        return [
+            f"{name} {mine[name]!r} instead of {others[name]!r}"
+            for name in mine
+            if name not in ignored and mine[name] != others[name]
+        ]
+
+
+def make_config(
+    name: str,
+    method: str = "rls",
+    *,
+    optimizer: str | None = None,
+    preset: str = "short",
+    ratio: float | None = None,
+    gate: str | None = None,
+    unpruned: bool = False,
+    **given: Any,
+) -> RunConfig:
+    """Completes what was asked for by the experiment's preset and the method's own settings.
+
+    Args:
+        name: The experiment.
+        method: One of `METHODS`.
+        optimizer: None for the method's own: RLS for ours, SGD for the rivals.
+        preset: "short" or "paper".
+        ratio: ξ of our methods.
+        gate: None for the method's own.
+        unpruned: The method's unpruned twin.
+        **given: Other fields of `RunConfig`; None for the preset's.
+
+    Raises:
+        ValueError: A name or a value that there is not.
+    """
+    _among("preset", preset, PRESETS)
+    _among("method", method, METHODS)
+    chosen = experiment(name).presets[preset]
+    values = {key: value for key, value in given.items() if value is not None}
+    ours = {"rls": RLS_DEFAULTS, "rls-paper": PAPER}.get(method)
+    if ratio is not None:
+        if ours is None:
+            raise ValueError(f"--ratio is for rls and rls-paper: the ratios of {method} are those of the paper")
+        if not 0 < ratio < 1:
+            raise ValueError(f"--ratio {ratio} is not valid: it must be in (0, 1)")
+        ours = replace(ours, ratio=ratio)
+    if ours is not None and gate is not None:
+        ours = replace(ours, gate=gate)
+    warmup = values.pop("warmup_epochs", chosen.warmup_epochs)
+    prune_epoch = values.pop("prune_epoch", warmup + 1)
+    return RunConfig(
+        **{
+            "experiment": name,
+            "method": method,
+            "optimizer": _optimizer(method, optimizer),
+            "preset": preset,
+            "warmup_epochs": warmup,
+            "prune_epoch": None if unpruned else prune_epoch,
+            "gate": gate or (ours.gate if ours else "train"),
+            "pruning": ours,
+            "seed": 0,
+            "epochs": chosen.epochs,
+            "loss": "mse",
+            "batch_size": 128,
+            "train_images": chosen.train_images,
+            "test_images": chosen.test_images,
+            "augment": chosen.augment,
+            "device": "cpu",
+            "threads": 1,
+            "shape_from": None,
+            "data_dir": None,
+            "verify": True,
+            **values,
+        }
+    )
+
+
+def _optimizer(method: str, asked: str | None) -> str:
+    own = "rls" if method in ("rls", "rls-paper", "scratch", "none") else "sgd"
+    if asked not in (None, own) and method not in ("rls", "scratch", "none"):
+        raise ValueError(f"--optimizer {asked}: {method} is trained by {own} as in the paper; leave it out")
+    return asked or own
+
+
+def _among(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        option = name.replace("_", "-")
+        raise ValueError(f"--{option} {value} is not valid: choose one of {', '.join(choices)}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"--{name.replace('_', '-')} {value} is not valid: it must be at least {least}")
