@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# A little of the mean diagonal keeps a solve with P's own blocks stable when P comes in float32.
-_SOLVE_DAMPING = 1e-7
+# Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
+_DAMPINGS = (0.0, 1e-7, 1e-5)
 
 
 class Inverse(Protocol):
@@ -143,18 +143,19 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
 
 
 def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
-    """``matrix⁻¹ right`` for symmetric positive definite matrices, slightly damped.
+    """``matrix⁻¹ right`` for symmetric positive definite matrices, damped if rounding made that necessary.
 
     Raises:
         FloatingPointError: The matrix is not positive definite or not finite.
     """
-    damped = matrix.clone()
-    diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    diagonal += _SOLVE_DAMPING * diagonal.mean(-1, keepdim=True)
-    factor, info = torch.linalg.cholesky_ex(damped)
-    if bool((info != 0).any()) or not bool(factor.isfinite().all()):
-        raise FloatingPointError("P is not positive definite: optimizer.check() tells which layer's, reset() renews it")
-    return torch.cholesky_solve(right, factor)
+    for damping in _DAMPINGS:
+        damped = matrix.clone()
+        diagonal = damped.diagonal(dim1=-2, dim2=-1)
+        diagonal += damping * diagonal.mean(-1, keepdim=True)
+        factor, info = torch.linalg.cholesky_ex(damped)
+        if bool((info == 0).all()) and bool(factor.isfinite().all()):
+            return torch.cholesky_solve(right, factor)
+    raise FloatingPointError("P is not positive definite: optimizer.check() tells which layer's, reset() renews it")
 
 
 def complement(size: int, gone: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class Pruner:
         Args:
             loss: The loss to compare with the one at the last prune; which one is up to the caller.
         """
-        loss = float(loss)
+        loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if not math.isfinite(loss):
             raise ValueError(f"loss={loss} in epoch {self._gate.epoch + 1}: training has diverged. Nothing was pruned")
         decision = self._gate.step(loss)
