@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from rlsprune._model import ExampleInputs
 from rlsprune.graph.groups import Group
 from rlsprune.graph.layers import axis_of
-from rlsprune.graph.observe import Call, ExampleInputs
+from rlsprune.graph.observe import Call
 from rlsprune.graph.preserve import preserved
 from rlsprune.graph.trace import _dependencies
 
