@@ -90,20 +90,23 @@ def contenders(muon_bfloat16: bool = False) -> list[Contender]:
     ]
     if not muon_bfloat16:
         torch_muon._zeropower_via_newtonschulz = orthogonalise
-    found.append(Contender("Muon" if muon_bfloat16 else "Muon (float32)", _muon, 1e-3, (1e-3, 5e-3, 2e-2)))
+    found.append(Contender("Muon" if muon_bfloat16 else "Muon (float32)", _muon, 1e-3, (1e-3, 5e-3, 2e-2, 5e-2)))
     if ScalableShampoo is None:
         warnings.warn("no Shampoo and SOAP: pip install -c constraints.txt pytorch-optimizer", stacklevel=2)
     else:
         found += [
             Contender(
-                "Shampoo", lambda model, lr: [ScalableShampoo(model.parameters(), lr=lr)], 1e-3, (1e-3, 1e-2, 1e-1)
+                "Shampoo",
+                lambda model, lr: [ScalableShampoo(model.parameters(), lr=lr)],
+                1e-3,
+                (1e-3, 1e-2, 0.1, 0.3, 1),
             ),
             Contender("SOAP", lambda model, lr: [SOAP(model.parameters(), lr=lr)], 3e-3, (1e-3, 3e-3, 1e-2)),
         ]
     if SINGD is None:
         warnings.warn("no singd: pip install -c constraints.txt singd", stacklevel=2)
     else:
-        found.append(Contender("singd", lambda model, lr: [SINGD(model, lr=lr)], 1e-3, (1e-3, 1e-2, 1e-1)))
+        found.append(Contender("singd", lambda model, lr: [SINGD(model, lr=lr)], 1e-3, (1e-3, 1e-2, 0.1, 0.3)))
     return found
 
 

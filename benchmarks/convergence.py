@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def train(contender: Contender, lr: float, data: Dataset, epochs: int, max_secon
         curve.valid.append(valid)
         curve.test.append(test)
         curve.loss.append(loss)
-        return loss == loss and spent < max_seconds
+        return math.isfinite(loss) and spent < max_seconds
 
     look()
     for _ in range(epochs):
@@ -132,6 +133,24 @@ def plot(chosen: list[tuple[str, Curve]], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def run(args: argparse.Namespace, entrants: list[Contender]) -> list[Curve]:
+    """Trains with every optimizer at every learning rate."""
+    data = load("digits") if args.quick else load("mnist", args.data_dir)
+    data = data.hold_out(500 if args.quick else VALIDATION_IMAGES, seed=args.seed)
+    epochs = 1 if args.quick else args.epochs
+    curves = []
+    for contender in entrants:
+        for lr in (contender.default,) if args.quick else contender.grid:
+            curve = train(contender, lr, data, epochs, args.max_seconds, args.seed)
+            print(
+                f"{curve.name} lr {lr:g}: {curve.steps[-1]} steps, {curve.seconds[-1]:.1f} s, valid "
+                f"{curve.valid[-1]:.2f}, test {curve.test[-1]:.2f}",
+                flush=True,
+            )
+            curves.append(curve)
+    return curves
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -142,6 +161,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", help="comma-separated beginnings of optimizer names")
     parser.add_argument("--quick", action="store_true", help="the embedded digits, one epoch, default learning rates")
+    parser.add_argument("--merge", type=Path, nargs="+", help="table and plot of earlier OUT.json files, no training")
     parser.add_argument("--out", type=Path, default=Path("convergence"), help="writes OUT.png and OUT.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -149,26 +169,15 @@ def main() -> None:
     entrants = contenders()
     if args.only:
         entrants = [c for c in entrants if c.name.lower().startswith(tuple(args.only.lower().split(",")))]
-    data = load("digits") if args.quick else load("mnist", args.data_dir)
-    data = data.hold_out(500 if args.quick else VALIDATION_IMAGES, seed=args.seed)
-    epochs = 1 if args.quick else args.epochs
-    chosen: list[tuple[str, Curve]] = []
-    curves: list[Curve] = []
-    for contender in entrants:
-        tried = []
-        for lr in (contender.default,) if args.quick else contender.grid:
-            curve = train(contender, lr, data, epochs, args.max_seconds, args.seed)
-            print(
-                f"{curve.name} lr {lr:g}: {curve.steps[-1]} steps, {curve.seconds[-1]:.1f} s, valid "
-                f"{curve.valid[-1]:.2f}, test {curve.test[-1]:.2f}",
-                flush=True,
-            )
-            tried.append(curve)
-        chosen += choose(tried, contender)
-        curves += tried
-    print(table(chosen))
+    if args.merge:
+        curves = [Curve(**curve) for path in args.merge for curve in json.loads(path.read_text())]
+    else:
+        curves = run(args, entrants)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps([asdict(curve) for curve in curves]))
+    tried = {c.name: [curve for curve in curves if curve.name == c.name] for c in entrants}
+    chosen = [pair for c in entrants if tried[c.name] for pair in choose(tried[c.name], c)]
+    print(table(chosen))
     plot(chosen, args.out.with_suffix(".png"))
 
 
