@@ -139,6 +139,7 @@ def make_config(
     preset: str = "short",
     ratio: float | None = None,
     gate: str | None = None,
+    augment: bool | None = None,
     unpruned: bool = False,
     **given: Any,
 ) -> RunConfig:
@@ -151,6 +152,7 @@ def make_config(
         preset: "short" or "paper".
         ratio: ξ of our methods.
         gate: None for the method's own.
+        augment: None for the preset's.
         unpruned: The method's unpruned twin.
         **given: Other fields of `RunConfig`; None for the preset's.
 
@@ -170,6 +172,7 @@ def make_config(
         ours = replace(ours, ratio=ratio)
     if ours is not None and gate is not None:
         ours = replace(ours, gate=gate)
+    augmented = chosen.augment if augment is None else augment
     warmup = values.pop("warmup_epochs", chosen.warmup_epochs)
     prune_epoch = values.pop("prune_epoch", warmup + 1)
     return RunConfig(
@@ -188,7 +191,7 @@ def make_config(
             "batch_size": 128,
             "train_images": chosen.train_images,
             "test_images": chosen.test_images,
-            "augment": chosen.augment,
+            "augment": experiment(name).augmentation if augmented else None,
             "device": "cpu",
             "threads": 1,
             "shape_from": None,

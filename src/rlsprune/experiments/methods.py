@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from rlsprune import io
+from rlsprune.baselines import DepGraph, L1Norm, NetSlimming, SoftPruning, WeightLevel
 from rlsprune.experiments.config import PruningSettings, RunConfig
 from rlsprune.experiments.registry import experiment
 from rlsprune.optim.rls import RLS
@@ -131,7 +132,14 @@ def build_method(config: RunConfig, model: nn.Module, optimizer: Optimizer, exam
         return RLSPruning(model, optimizer, example_inputs, config, config.pruning)
     if config.method in ("none", "scratch"):
         return NoPruning(model, example_inputs)
-    raise NotImplementedError(config.method)
+    chosen, when = experiment(config.experiment), config.prune_epoch
+    if config.method == "soft-pruning":
+        return SoftPruning(model, example_inputs, ratio=chosen.soft_ratio)
+    if config.method == "weight-level":
+        return WeightLevel(model, example_inputs, ratio=chosen.weight_ratio, prune_epoch=when)
+    rivals: dict[str, Callable[..., Method]] = {"l1-norm": L1Norm, "net-slimming": NetSlimming, "depgraph": DepGraph}
+    structured = rivals[config.method]
+    return structured(model, optimizer, example_inputs, ratio=chosen.structured_ratio, prune_epoch=when)
 
 
 def take_shape(model: nn.Module, folder: RunFolder) -> None:

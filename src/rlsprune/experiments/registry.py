@@ -28,7 +28,7 @@ class Preset:
     """None for all."""
     test_images: int | None = None
     """None for all."""
-    augment: Literal["crop", "crop+flip"] | None = None
+    augment: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Experiment:
     title: str
     dataset: str
     network: Literal["fnn", "mini-vgg"]
+    augmentation: Literal["crop", "crop+flip"]
+    """What augmenting means here: digits are not mirrored."""
     table: int | None
     """The number of the paper's table."""
     structured_ratio: float
@@ -62,12 +64,15 @@ class Experiment:
 
 
 def _fnn(name: str, title: str, dataset: str, table: int | None, short: Preset) -> Experiment:
-    return Experiment(name, title, dataset, "fnn", table, 0.7, 0.7, 0.3, {"short": short, "paper": Preset(200, 30)})
+    presets = {"short": short, "paper": Preset(200, 30)}
+    return Experiment(name, title, dataset, "fnn", "crop", table, 0.7, 0.7, 0.3, presets)
 
 
-def _vgg(name: str, title: str, dataset: str, table: int, paper: Preset) -> Experiment:
-    short = Preset(10, 3, train_images=5000, test_images=2000)
-    return Experiment(name, title, dataset, "mini-vgg", table, 0.5, 0.5, 0.3, {"short": short, "paper": paper})
+def _vgg(
+    name: str, title: str, dataset: str, augmentation: Literal["crop", "crop+flip"], table: int, paper: Preset
+) -> Experiment:
+    presets = {"short": Preset(10, 3, train_images=5000, test_images=2000), "paper": paper}
+    return Experiment(name, title, dataset, "mini-vgg", augmentation, table, 0.5, 0.5, 0.3, presets)
 
 
 EXPERIMENTS = {
@@ -75,8 +80,8 @@ EXPERIMENTS = {
     for experiment in (
         _fnn("digits-fnn", "FNN on the embedded digits", "digits", 1, Preset(40, 3)),
         _fnn("mnist-fnn", "FNN on MNIST", "mnist", 1, Preset(20, 3)),
-        _vgg("cifar10-vgg", "mini-VGG on CIFAR-10", "cifar10", 2, Preset(200, 30, augment="crop+flip")),
-        _vgg("svhn-vgg", "mini-VGG on SVHN", "svhn", 3, Preset(200, 30)),
+        _vgg("cifar10-vgg", "mini-VGG on CIFAR-10", "cifar10", "crop+flip", 2, Preset(200, 30, augment=True)),
+        _vgg("svhn-vgg", "mini-VGG on SVHN", "svhn", "crop", 3, Preset(200, 30)),
     )
 }
 

@@ -47,12 +47,16 @@ def run(config: RunConfig, folder: RunFolder, observer: Observer | None = None) 
     torch.set_num_threads(config.threads)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+    loaded = load_data(config)  # before anything is written: a folder is not left behind for want of data
     folder.write_json("config", config.to_dict())
     folder.write_json("environment", describe_environment())
-    session = _Session(config, folder)
-    observer.start(config.to_dict(), session.done, config.epochs, len(session.batches))
-    while session.done < config.epochs:
-        session.epoch(observer)
+    session = _Session(config, folder, loaded)
+    try:
+        observer.start(config.to_dict(), session.done, config.epochs, len(session.batches))
+        while session.done < config.epochs:
+            session.epoch(observer)
+    finally:
+        observer.close()
     summary = session.summary()
     io.save(session.model, folder.model, metadata={"config": config.to_dict(), "events": session.record.events})
     folder.write_json("summary", summary)
@@ -86,9 +90,9 @@ class _Unpruned:
 class _Session:
     """A run's live objects."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, loaded: Dataset) -> None:
         self.config, self.folder, self.record, self.done = config, folder, Record(), 0
-        self.data = load_data(config)
+        self.data = loaded
         self.channels_last = experiment(config.experiment).convolutional
         self.loss_function = LOSSES[config.loss]
         self.batches = data.Batches(

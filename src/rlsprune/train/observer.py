@@ -30,3 +30,6 @@ class Observer:
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The run is done."""
+
+    def close(self) -> None:
+        """Nothing more will come: the run is done, was interrupted or failed."""

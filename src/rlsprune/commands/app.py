@@ -1,0 +1,60 @@
+"""The application that the commands belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import rlsprune
+from rlsprune.commands import compare, data, run
+
+__all__ = ["app", "execute"]
+
+_EPILOG = """--debug, anywhere, shows the traceback of an error.
+
+Exit codes: 0 done · 1 failed · 2 options, settings or installation do not fit · 3 data missing or damaged ·
+4 training diverged · 130 interrupted."""
+
+app = typer.Typer(
+    name="rlsprune",
+    help="Train a network and make it smaller in the same run, by recursive least squares.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", epilog=run.EXAMPLES)(run.run)
+app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
+app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
+app.add_typer(data.app, name="data")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(rlsprune.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Runs a command; usage errors are shown here, all others are raised."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=list(arguments), prog_name="rlsprune", standalone_mode=False)
+    except Exception as error:
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        return int(getattr(error, "exit_code", 2))
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,180 @@
+"""`rlsprune compare` and `rlsprune sweep`: many runs, a table or a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlsprune.commands import options
+from rlsprune.experiments.plan import COMPARED, PlannedRun
+from rlsprune.experiments.plan import comparison as plan_comparison
+from rlsprune.experiments.plan import sweep as plan_sweep
+from rlsprune.experiments.registry import experiment as find_experiment
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["COMPARE_EXAMPLES", "SWEEP_EXAMPLES", "compare", "sweep"]
+
+COMPARE_EXAMPLES = """Examples: `rlsprune compare digits-fnn --jobs 2` ·
+`rlsprune compare mnist-fnn --seeds 0,1,2 --methods rls,l1-norm`"""
+SWEEP_EXAMPLES = "Example: `rlsprune sweep digits-fnn --method rls-paper --epochs 60`"
+
+
+def compare(
+    experiment: options.ExperimentName,
+    methods: Annotated[
+        str, typer.Option("--methods", help=f"Separated by commas, of {', '.join(COMPARED)}. Default: all.")
+    ] = ",".join(COMPARED),
+    seeds: options.Seeds = "0",
+    preset: options.PresetName = "short",
+    epochs: options.Epochs = None,
+    ratio: options.Ratio = None,
+    warmup_epochs: options.Warmup = None,
+    prune_epoch: options.PruneEpoch = None,
+    gate: options.Gate = None,
+    loss: options.Loss = "mse",
+    batch_size: options.BatchSize = 128,
+    train_images: options.TrainImages = None,
+    test_images: options.TestImages = None,
+    augment: options.Augment = None,
+    data_dir: options.DataDir = None,
+    no_verify: options.NoVerify = False,
+    out: options.Out = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    jobs: options.Jobs = 1,
+    quiet: options.Quiet = False,
+) -> None:
+    """Run all methods and their unpruned twins, and put them beside the paper's table. Finished runs are kept."""
+    machine = options.resolve(device, threads, data_dir, no_verify, jobs)
+    folder = _out(out, f"compare-{experiment}-{preset}")
+    runs = plan_comparison(
+        experiment,
+        _methods(methods),
+        options.numbers("--seeds", seeds, int),
+        folder,
+        preset=preset,
+        epochs=epochs,
+        ratio=ratio,
+        warmup_epochs=warmup_epochs,
+        prune_epoch=prune_epoch,
+        gate=gate,
+        loss=loss,
+        batch_size=batch_size,
+        train_images=train_images,
+        test_images=test_images,
+        augment=augment,
+        **machine,
+    )
+    _run(runs, jobs, quiet)
+
+    from rlsprune.experiments.compare import compare_runs
+    from rlsprune.experiments.table import comparison_table
+    from rlsprune.files import replacing
+
+    comparison = compare_runs(experiment, runs)
+    table = comparison_table(comparison)
+    for name, text in (("comparison.json", json.dumps(comparison, indent=2) + "\n"), ("comparison.md", table)):
+        with replacing(folder / name) as path:
+            path.write_text(text, encoding="utf-8")
+    typer.echo(f"{table}\nWritten to {folder / 'comparison.md'} and comparison.json")
+
+
+def sweep(
+    experiment: options.ExperimentName,
+    method: Annotated[str, typer.Option("--method", help="rls or rls-paper.")] = "rls",
+    ratios: Annotated[str, typer.Option("--ratios", help="Values of ξ, separated by commas.")] = "0.2,0.3,0.4,0.5",
+    seed: Annotated[int, typer.Option("--seed", help="Of initialisation and shuffling.")] = 0,
+    preset: options.PresetName = "short",
+    epochs: options.Epochs = None,
+    warmup_epochs: options.Warmup = None,
+    gate: options.Gate = None,
+    loss: options.Loss = "mse",
+    batch_size: options.BatchSize = 128,
+    train_images: options.TrainImages = None,
+    test_images: options.TestImages = None,
+    augment: options.Augment = None,
+    data_dir: options.DataDir = None,
+    no_verify: options.NoVerify = False,
+    out: options.Out = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    jobs: options.Jobs = 1,
+    quiet: options.Quiet = False,
+) -> None:
+    """Prune at several ratios ξ and draw the paper's three panels. Finished runs are kept."""
+    machine = options.resolve(device, threads, data_dir, no_verify, jobs)
+    folder = _out(out, f"sweep-{experiment}-{method}-{preset}")
+    values: list[float] = options.numbers("--ratios", ratios, float)
+    runs = plan_sweep(
+        experiment,
+        method,
+        values,
+        [seed],
+        folder,
+        preset=preset,
+        epochs=epochs,
+        warmup_epochs=warmup_epochs,
+        gate=gate,
+        loss=loss,
+        batch_size=batch_size,
+        train_images=train_images,
+        test_images=test_images,
+        augment=augment,
+        **machine,
+    )
+    _run(runs, jobs, quiet)
+
+    from rlsprune.experiments.figures import draw_sweep
+    from rlsprune.train.folder import RunFolder
+
+    curves = {
+        f"{100 * ratio:g} %": RunFolder(run.folder).read_lines("metrics")
+        for ratio, run in zip(values, runs, strict=True)
+    }
+    draw_sweep(curves, f"{find_experiment(experiment).title}, {method}", folder / "sweep.png")
+    typer.echo(f"Written to {folder / 'sweep.png'}")
+
+
+def _out(out: Path | None, name: str) -> Path:
+    folder = out or Path("runs") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _methods(text: str) -> list[str]:
+    methods = [part.strip() for part in text.split(",")]
+    for method in methods:
+        if method not in COMPARED:
+            raise ValueError(f"--methods {method} is not valid: choose among {', '.join(COMPARED)}")
+    return methods
+
+
+def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool) -> None:
+    from rich.console import Console
+
+    from rlsprune.experiments.jobs import run_all
+    from rlsprune.terminal import describe
+
+    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    done = 0
+
+    def report(run: PlannedRun, summary: dict[str, Any], before: bool) -> None:
+        nonlocal done
+        done += 1
+        note = " (finished before)" if before else ""
+        console.print(f"{done}/{len(runs)} {run.folder.name}{note}: {describe(summary)}")
+
+    with _status(console, f"{len(runs)} runs, {jobs} at a time"):
+        run_all(runs, jobs, report)
+
+
+def _status(console: Console, text: str) -> Any:
+    from contextlib import nullcontext
+
+    return console.status(text) if console.is_terminal else nullcontext()

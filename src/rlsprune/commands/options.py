@@ -1,0 +1,122 @@
+"""The options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlsprune.experiments.config import GATES, LOSSES
+from rlsprune.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
+
+__all__ = [
+    "Augment",
+    "BatchSize",
+    "DataDir",
+    "Device",
+    "Epochs",
+    "ExperimentName",
+    "Gate",
+    "Jobs",
+    "Loss",
+    "MethodName",
+    "NoVerify",
+    "OptimizerName",
+    "Out",
+    "PresetName",
+    "PruneEpoch",
+    "Quiet",
+    "Ratio",
+    "Seeds",
+    "TestImages",
+    "Threads",
+    "TrainImages",
+    "Warmup",
+    "numbers",
+    "resolve",
+]
+
+
+def _choices(names: tuple[str, ...]) -> str:
+    return ", ".join(names)
+
+
+ExperimentName = Annotated[str, typer.Argument(help=f"One of {_choices(tuple(EXPERIMENTS))}.", show_default=True)]
+MethodName = Annotated[str, typer.Option("--method", help=f"One of {_choices(METHODS)}.")]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option("--optimizer", help=f"One of {_choices(OPTIMIZERS)}; for rls, scratch and none. Default: rls."),
+]
+PresetName = Annotated[
+    str,
+    typer.Option("--preset", help=f"How long to train: {_choices(PRESETS)}. paper: 200 epochs; short: for a CPU."),
+]
+Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs to train, instead of the preset's.")]
+Ratio = Annotated[
+    float | None, typer.Option("--ratio", help="ξ of rls and rls-paper: the share of a layer that may go at an event.")
+]
+Warmup = Annotated[
+    int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
+]
+PruneEpoch = Annotated[
+    int | None,
+    typer.Option("--prune-epoch", help="The epoch after which the one-shot methods prune. Default: q + 1."),
+]
+Gate = Annotated[
+    str | None,
+    typer.Option(
+        "--gate",
+        help=f"The loss that has to recover before the next prune: {_choices(GATES)} "
+        "(the epoch's mean, its last minibatch, held-out images).",
+    ),
+]
+Loss = Annotated[str, typer.Option("--loss", help=f"One of {_choices(LOSSES)}; mse is the paper's Eq. (15).")]
+BatchSize = Annotated[int, typer.Option("--batch-size", help="Images per minibatch.")]
+TrainImages = Annotated[int | None, typer.Option("--train-images", help="Train on so many images only.")]
+TestImages = Annotated[int | None, typer.Option("--test-images", help="Test on so many images only.")]
+Augment = Annotated[
+    bool | None, typer.Option("--augment/--no-augment", help="Shift images (and mirror CIFAR-10's) at random.")
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Where the data lie. Default: RLSPRUNE_DATA, then the cache folder.")
+]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Read data files whose checksum is not the published one.")]
+Device = Annotated[str | None, typer.Option("--device", help="Default: cuda if there is one, else cpu.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="Torch's threads. Default: all cores, shared by --jobs.")
+]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")]
+Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas: a run each.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for the results.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+def resolve(
+    device: str | None, threads: int | None, data_dir: Path | None, no_verify: bool, jobs: int = 1
+) -> dict[str, Any]:
+    """The fields of a run's config that depend on the machine."""
+    import torch
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"--device {chosen} cannot be used here ({first}): leave it out, or try cpu") from error
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "device": chosen,
+        "threads": threads or max(1, cores // jobs),
+        "data_dir": None if data_dir is None else str(data_dir),
+        "verify": not no_verify,
+    }
+
+
+def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
+    """Numbers separated by commas."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} {text} is not valid: give numbers separated by commas, such as 0,1,2") from error

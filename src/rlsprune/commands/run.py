@@ -1,0 +1,155 @@
+"""`rlsprune run`: one run, or the rest of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlsprune.commands import options
+from rlsprune.experiments.config import RunConfig, make_config
+
+if TYPE_CHECKING:
+    from rlsprune.train.folder import RunFolder
+
+__all__ = ["EXAMPLES", "run"]
+
+EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
+`rlsprune run mnist-fnn --preset paper --method rls-paper --seed 1` ·
+`rlsprune run --resume runs/digits-fnn-rls-seed0`"""
+
+_WITH_RESUME = {"resume", "data_dir", "quiet", "as_json"}
+
+
+def run(
+    context: typer.Context,
+    experiment: options.ExperimentName = "digits-fnn",
+    method: options.MethodName = "rls",
+    optimizer: options.OptimizerName = None,
+    preset: options.PresetName = "short",
+    epochs: options.Epochs = None,
+    ratio: options.Ratio = None,
+    warmup_epochs: options.Warmup = None,
+    prune_epoch: options.PruneEpoch = None,
+    gate: options.Gate = None,
+    loss: options.Loss = "mse",
+    batch_size: options.BatchSize = 128,
+    train_images: options.TrainImages = None,
+    test_images: options.TestImages = None,
+    augment: options.Augment = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of initialisation and shuffling.")] = 0,
+    shape_from: Annotated[
+        Path | None,
+        typer.Option("--from", help="For scratch: the folder of the rls run whose shape to take. Default: run it."),
+    ] = None,
+    data_dir: options.DataDir = None,
+    no_verify: options.NoVerify = False,
+    out: options.Out = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
+    ] = None,
+    quiet: options.Quiet = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+) -> None:
+    """Train a network and prune it while it trains."""
+    if resume is not None:
+        _refuse_other_options(context)
+        _execute(_resumed(resume, data_dir), resume, quiet, as_json)
+        return
+    machine = options.resolve(device, threads, data_dir, no_verify)
+    settings: dict[str, Any] = {
+        "preset": preset,
+        "epochs": epochs,
+        "warmup_epochs": warmup_epochs,
+        "gate": gate,
+        "loss": loss,
+        "batch_size": batch_size,
+        "train_images": train_images,
+        "test_images": test_images,
+        "augment": augment,
+        "seed": seed,
+        **machine,
+    }
+    config = make_config(experiment, method, optimizer=optimizer, ratio=ratio, prune_epoch=prune_epoch, **settings)
+    folder = _new_folder(config, out)
+    if method == "scratch":
+        source = shape_from or _run_of_shape(settings, experiment, folder, quiet or as_json)
+        config = replace(config, shape_from=str(source.resolve()))
+    _execute(config, folder, quiet, as_json)
+
+
+def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool) -> None:
+    from rlsprune.experiments.run import run as run_experiment
+    from rlsprune.terminal import describe, observer
+    from rlsprune.train.folder import RunFolder
+
+    folder = RunFolder(path)
+    if folder.finished:
+        summary = folder.read_json("summary")
+        if not as_json:
+            typer.echo(f"{path} is finished. {describe(summary)}")
+    else:
+        try:
+            summary = run_experiment(config, folder, observer(quiet or as_json))
+        except KeyboardInterrupt:
+            typer.echo(f"\nInterrupted. Go on with: rlsprune run --resume {path}", err=True)
+            raise
+        _draw_pixels(config, folder, summary)
+    if as_json:
+        typer.echo(json.dumps(summary))
+    elif not quiet:
+        typer.echo(f"The run is in {path}")
+
+
+def _refuse_other_options(context: typer.Context) -> None:
+    given = [
+        name
+        for name in context.params
+        if name not in _WITH_RESUME
+        and (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        names = ", ".join(name.replace("_", "-") for name in given)
+        raise ValueError(f"--resume goes on with the run's own settings: leave out {names}")
+
+
+def _resumed(path: Path, data_dir: Path | None) -> RunConfig:
+    from rlsprune.train.folder import RunFolder
+
+    config = RunConfig.from_dict(RunFolder(path).read_json("config"))
+    return config if data_dir is None else replace(config, data_dir=str(data_dir))
+
+
+def _new_folder(config: RunConfig, out: Path | None) -> Path:
+    """The folder that was asked for, which must not hold a run, or the first of the default's that is free."""
+    from rlsprune.train.folder import RunFolder
+
+    if out is not None:
+        if RunFolder(out).started:
+            raise ValueError(f"{out} holds a run already: go on with `--resume {out}`, or give another --out")
+        return out
+    name = f"{config.experiment}-{config.method}-seed{config.seed}"
+    candidates = (Path("runs") / (f"{name}-{number}" if number > 1 else name) for number in range(1, 1_000_000))
+    return next(path for path in candidates if not RunFolder(path).started)
+
+
+def _run_of_shape(settings: dict[str, Any], experiment: str, folder: Path, quiet: bool) -> Path:
+    """Runs `rls` beside a run of `scratch`, unless it is there already."""
+    source = folder.with_name(f"{folder.name}-shape")
+    _execute(make_config(experiment, "rls", **settings), source, quiet, as_json=False)
+    return source
+
+
+def _draw_pixels(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> None:
+    if summary["kept_inputs"] is None:
+        return
+    from rlsprune.experiments.figures import draw_pixels
+    from rlsprune.experiments.run import load_data
+
+    draw_pixels(summary["kept_inputs"], load_data(config).test, folder.path / "pixels.png")

@@ -1,0 +1,83 @@
+"""Pictures: the paper's three panels, and which pixels survived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+
+from rlsprune.data.datasets import Split
+from rlsprune.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_pixels", "draw_sweep"]
+
+_PANELS = (
+    ("nodes_percent", "retained nodes (%)"),
+    ("weights_percent", "retained weights (%)"),
+    ("precision", "precision (%)"),
+)
+
+
+def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
+    """Retained nodes, retained weights and precision, epoch by epoch.
+
+    Args:
+        curves: The metrics of a run by its label in the legend.
+        title: Above the panels.
+        path: The picture's file; its ending says which kind.
+    """
+    figure = _figure(12, 3.6)
+    figure.suptitle(title)
+    for axes, (key, label) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
+        for name, metrics in curves.items():
+            axes.plot([line["epoch"] for line in metrics], [line[key] for line in metrics], label=name)
+        axes.set(xlabel="epoch", ylabel=label)
+        axes.grid(alpha=0.3)
+        if key == "precision":
+            # The first epochs of training would flatten everything that matters.
+            values = [line[key] for metrics in curves.values() for line in metrics[len(metrics) // 10 :]]
+            axes.set_ylim(max(0.0, np.percentile(values, 2) - 1), min(100.0, max(values) + 0.5))
+    figure.axes[0].legend(title="ξ")
+    _save(figure, path)
+
+
+def draw_pixels(kept: Sequence[int], images: Split, path: Path) -> None:
+    """The mean image, with the pixels that the network no longer reads crossed out in red.
+
+    Args:
+        kept: Indices of the pixels that are read.
+        images: Grey images of the data set.
+        path: The picture's file.
+    """
+    mean = images.images.float().mean(0)[0].cpu().numpy()
+    gone = np.ones(mean.size, dtype=bool)
+    gone[list(kept)] = False
+    figure = _figure(8, 4)
+    left, right = figure.subplots(1, 2)
+    left.imshow(mean, cmap="gray_r")
+    left.set_title("mean image")
+    right.imshow(mean, cmap="gray_r")
+    right.imshow(
+        np.ma.masked_where(~gone.reshape(mean.shape), gone.reshape(mean.shape)), cmap="Reds", alpha=0.55, vmin=0
+    )
+    right.set_title(f"{len(kept)} of {mean.size} pixels are read (not red)")
+    for axes in (left, right):
+        axes.set_axis_off()
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # not pyplot: no window, no state shared with the user's own figures
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with mpl.rc_context({"svg.hashsalt": "rlsprune"}), replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)

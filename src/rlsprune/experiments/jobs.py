@@ -1,0 +1,114 @@
+"""Runs side by side, each in a process of its own; what is finished is not run again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from rlsprune.experiments.config import RunConfig
+from rlsprune.experiments.plan import PlannedRun
+from rlsprune.train.folder import RunFolder
+
+__all__ = ["RunFailedError", "run_all"]
+
+Done = Callable[[PlannedRun, dict[str, Any], bool], None]
+"""Called with a run, its summary, and whether it had been finished before."""
+
+
+class RunFailedError(RuntimeError):
+    """A run of several ended with an error."""
+
+
+def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done) -> None:
+    """Runs everything that is not finished yet, `jobs` at a time.
+
+    Args:
+        runs: In the order in which they are started; a run may wait for an earlier one.
+        jobs: How many at a time.
+        done: Told about each run, in the order in which they end.
+
+    Raises:
+        ValueError: A folder holds a run with other settings.
+        RunFailedError: A run failed. The others that had been started are ended too; all can be resumed.
+    """
+    for run in runs:
+        _check(run)
+    waiting = []
+    for run in runs:
+        folder = RunFolder(run.folder)
+        if folder.finished:
+            done(run, folder.read_json("summary"), True)
+        else:
+            waiting.append(run)
+    processes = _Processes()
+    with ThreadPoolExecutor(jobs) as pool:
+        active: dict[Future[None], PlannedRun] = {}
+        try:
+            while waiting or active:
+                for run in [run for run in waiting if run.after is None or RunFolder(run.after).finished]:
+                    if len(active) < jobs:
+                        waiting.remove(run)
+                        active[pool.submit(processes.execute, run)] = run
+                for future in wait(active, return_when=FIRST_COMPLETED).done:
+                    run = active.pop(future)
+                    future.result()
+                    done(run, RunFolder(run.folder).read_json("summary"), False)
+        except BaseException:
+            processes.end()
+            raise
+
+
+def _check(run: PlannedRun) -> None:
+    folder = RunFolder(run.folder)
+    if not folder.started:
+        return
+    differences = run.config.differences(RunConfig.from_dict(folder.read_json("config")))
+    if differences:
+        raise ValueError(
+            f"{run.folder} holds a run with other settings (asked for: {', '.join(differences)}): "
+            "give another --out, or delete that folder"
+        )
+
+
+class _Processes:
+    """The processes under way."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def execute(self, run: PlannedRun) -> None:
+        """Runs one to its end; what it says goes to log.txt in its folder."""
+        folder = RunFolder(run.folder)
+        folder.write_json("config", run.config.to_dict())
+        command = [sys.executable, "-m", "rlsprune", "run", "--resume", str(run.folder)]
+        log = run.folder / "log.txt"
+        with log.open("ab") as output:
+            with self._lock:
+                if self._ended:
+                    return
+                process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+                self._running.add(process)
+            code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        if code:
+            raise RunFailedError(f"the run in {run.folder} failed with exit code {code}: {_last_line(log)}")
+
+    def end(self) -> None:
+        """Ends all."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.terminate()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"see {log}"

@@ -1,0 +1,88 @@
+"""Which runs a comparison or a sweep consists of. Light to import: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlsprune.experiments.config import RunConfig, make_config
+from rlsprune.experiments.registry import METHODS
+
+__all__ = ["COMPARED", "TWINS", "PlannedRun", "comparison", "sweep", "twin_of"]
+
+COMPARED = tuple(method for method in METHODS if method != "none")
+"""What a comparison compares."""
+
+TWINS: dict[str, dict[str, Any]] = {
+    "none-rls": {"method": "none", "optimizer": "rls"},
+    "none-sgd": {"method": "none", "optimizer": "sgd"},
+    "net-slimming-unpruned": {"method": "net-slimming", "unpruned": True},
+}
+"""The unpruned networks that the pruned ones are held against."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run and the folder that it goes to."""
+
+    label: str
+    """The method, the unpruned twin, or the sweep's ratio."""
+    config: RunConfig
+    folder: Path
+    after: Path | None = None
+    """The folder of a run that has to be finished first."""
+
+
+def twin_of(method: str) -> str:
+    """The unpruned twin of a method."""
+    if method == "net-slimming":
+        return "net-slimming-unpruned"
+    return "none-rls" if method in ("rls", "rls-paper", "scratch") else "none-sgd"
+
+
+def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Path, **options: Any) -> list[PlannedRun]:
+    """The runs of `methods` and of their unpruned twins, for every seed.
+
+    Args:
+        name: The experiment.
+        methods: Some of `COMPARED`.
+        seeds: One run each.
+        out: The folder that holds the runs' folders.
+        **options: As `make_config` takes them; a ratio is for our methods alone.
+    """
+    methods = list(dict.fromkeys(methods))
+    ratio = options.pop("ratio", None)
+    if "scratch" in methods and "rls" not in methods:
+        methods.insert(0, "rls")  # whose shape it takes
+    twins = list(dict.fromkeys(map(twin_of, methods)))
+    runs = []
+    for seed in seeds:
+        for label in [*twins, *methods]:
+            settings = TWINS.get(label, {"method": label})
+            own = {"ratio": ratio} if label in ("rls", "rls-paper") else {}
+            config = make_config(name, seed=seed, **settings, **own, **options)
+            runs.append(PlannedRun(label, config, _folder(out, label, seed)))
+    return [_after_rls(run, out) if run.label == "scratch" else run for run in runs]
+
+
+def sweep(
+    name: str, method: str, ratios: Sequence[float], seeds: Sequence[int], out: Path, **options: Any
+) -> list[PlannedRun]:
+    """The runs of one of our methods at several ratios ξ."""
+    return [
+        PlannedRun(label, make_config(name, method, seed=seed, ratio=ratio, **options), _folder(out, label, seed))
+        for seed in seeds
+        for ratio in ratios
+        for label in [f"{method}-{100 * ratio:g}"]
+    ]
+
+
+def _after_rls(run: PlannedRun, out: Path) -> PlannedRun:
+    source = _folder(out, "rls", run.config.seed)
+    return replace(run, config=replace(run.config, shape_from=str(source)), after=source)
+
+
+def _folder(out: Path, label: str, seed: int) -> Path:
+    return out / f"{label}-seed{seed}"
