@@ -71,8 +71,8 @@ def test_parameters_hooks_flags_schedulers_and_groups_survive() -> None:
     groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
     pruner = make_pruner(model, optimizer)
     train(model, optimizer, (20,), 2)
-    calls.clear()
     assert pruner.step(1.0).params_after < 1000
+    calls.clear()
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
     assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == groups
     assert not model[2].bias.requires_grad
@@ -251,7 +251,7 @@ def test_compensation_keeps_the_output_better(make: Any) -> None:
         before = model(inputs).detach()
         pruner.prune()
         errors[compensate] = (model(inputs) - before).square().mean().item()
-    assert errors[True] < errors[False] / 2
+    assert errors[True] < 0.7 * errors[False]
 
 
 def test_redundant_channels_go_without_any_loss() -> None:
@@ -269,7 +269,8 @@ def test_redundant_channels_go_without_any_loss() -> None:
     pruner.calibrate([inputs])
     event = pruner.prune()
     assert event.removed["0"] == list(range(12, 24))
-    torch.testing.assert_close(model(inputs), before, rtol=0, atol=2e-3 * before.abs().max().item())
+    error = (model(inputs) - before).square().mean() / before.var()
+    assert error < 1e-3
 
 
 # --- input features ---------------------------------------------------------------------------------------------------
@@ -397,10 +398,10 @@ def test_round_to_and_min_channels_hold_over_events() -> None:
     pruner = make_pruner(model, optimizer, ratio=0.4, round_to=4, min_channels=8, statistics="training", patience=None)
     for _ in range(3):
         pruner.prune()
+    while (model[0].out_features, model[2].out_features) != (8, 8) or pruner.groups[0].size > 4:
+        assert pruner.prune() is not None
     with pytest.warns(UserWarning, match="nothing was pruned"):
-        for _ in range(12):
-            pruner.prune()
-    assert (model[0].out_features, model[2].out_features) == (8, 8)
+        assert pruner.prune() is None
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -530,7 +531,7 @@ def test_what_cannot_be_pruned_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"compiled.*_orig_mod"):
         rlsprune.Pruner(torch.compile(model), sgd, EXAMPLE)
     head = nn.Sequential(nn.Conv2d(3, 4, 3))
-    with pytest.raises(ValueError, match="nothing to prune.*output"):
+    with pytest.raises(ValueError, match=r"nothing to prune.*output"):
         rlsprune.Pruner(head, torch.optim.SGD(head.parameters(), lr=0.1), torch.rand(1, 3, 5, 5))
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="Unfreeze"):
