@@ -26,7 +26,8 @@ def host_waits(device: torch.device) -> bool:
 
 def gain(P: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``u = P x`` (Eq. 17) and the excitation ``xᵀ u`` of Eq. (18): ``h = λ + k·xᵀu``."""
-    u = (P @ x.unsqueeze(-1)).squeeze(-1)
+    # A plain matrix-vector product is faster than a batch of one.
+    u = (P[0] @ x[0]).unsqueeze(0) if len(P) == 1 else (P @ x.unsqueeze(-1)).squeeze(-1)
     return u, (x * u).sum(-1)
 
 
@@ -69,7 +70,7 @@ def velocity_step_(
     weight_velocity: Tensor,
     bias_velocity: Tensor | None,
     left: Tensor,
-    right: Tensor,
+    right: tuple[Tensor, Tensor | None],
     *,
     momentum: float | Tensor,
     scale: Tensor,
@@ -83,25 +84,27 @@ def velocity_step_(
         weight_velocity: Ψ of the weight as a matrix per group, ``(G, out, n)``.
         bias_velocity: Ψ of the bias, ``(G, out)``, or None.
         left: ``(G, out, m)``.
-        right: ``(G, m, n)``, with one more column if there is a bias.
+        right: ``(G, m, n)``, and ``(G, m)`` for the bias.
         momentum: α.
         scale: ``η/h`` per group.
     """
-    n = weight_velocity.shape[-1]
     left = left * -scale[:, None, None]
-    weight_velocity.mul_(momentum).baddbmm_(left, right[..., :n])
-    if bias_velocity is not None:
-        bias_velocity.mul_(momentum).add_((left @ right[..., n:]).squeeze(-1))
+    columns, bias_column = right
+    weight_velocity.mul_(momentum).baddbmm_(left, columns)
+    if bias_velocity is not None and bias_column is not None:
+        bias_velocity.mul_(momentum).add_((left @ bias_column.unsqueeze(-1)).squeeze(-1))
 
 
-def direct_factors(weight_grad: Tensor, bias_grad: Tensor | None, P: Tensor) -> tuple[Tensor, Tensor]:
+def direct_factors(
+    weight_grad: Tensor, bias_grad: Tensor | None, P: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """``P∇`` as ``[∇W ∇b] @ P``: costs out·n² and needs the gradient alone."""
     if bias_grad is None:
-        return weight_grad, P
-    return torch.cat([weight_grad, bias_grad.unsqueeze(-1)], dim=-1), P
+        return weight_grad, (P, None)
+    return torch.cat([weight_grad, bias_grad.unsqueeze(-1)], dim=-1), (P[..., :-1], P[..., -1])
 
 
-def batch_factors(inputs: Tensor, deltas: Tensor, P: Tensor) -> tuple[Tensor, Tensor]:
+def batch_factors(inputs: Tensor, deltas: Tensor, P: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """``P∇`` of a Linear layer as ``Δᵀ @ (X P)``, for ``∇W = Δᵀ X``: costs m·n·(n + out) for m rows.
 
     Args:
@@ -109,10 +112,14 @@ def batch_factors(inputs: Tensor, deltas: Tensor, P: Tensor) -> tuple[Tensor, Te
         deltas: Δ, the loss's gradient at the layer's output, ``(m, out)``.
         P: ``(1, n, n)``, or one larger if the layer has a bias.
     """
-    matrix, n = P[0], inputs.shape[-1]
-    # The always-1 column of X adds the bias row of P to every row of the product.
-    product = torch.addmm(matrix[n], inputs, matrix[:n]) if matrix.shape[-1] > n else inputs @ matrix
-    return deltas.t().unsqueeze(0), product.unsqueeze(0)
+    left, matrix, n = deltas.t().unsqueeze(0), P[0], inputs.shape[-1]
+    if matrix.shape[-1] == n:
+        return left, ((inputs @ matrix).unsqueeze(0), None)
+    # The always-1 column of X adds the bias row of P to every row of the product. The bias's own column is computed
+    # apart: a product n columns wide is faster than one of n + 1.
+    product = torch.addmm(matrix[n, :n], inputs, matrix[:n, :n])
+    bias_column = torch.addmv(matrix[n, n], inputs, matrix[:n, n])
+    return left, (product.unsqueeze(0), bias_column.unsqueeze(0))
 
 
 def mean_rows(inputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,7 +133,11 @@ def mean_patch(images: Tensor, windows: list[Tensor], dtype: torch.dtype) -> Ten
     Unfolding is linear and separable, so the batch is averaged first and the one mean image is then contracted with
     the windows of each spatial dimension (:func:`window_weights`): exact, and no patch is ever written out.
     """
-    mean = images.mean(0, dtype=dtype)
+    rows = images.movedim(1, -1)
+    if rows.is_contiguous():  # channels_last: averaging it as it lies in memory is several times faster
+        mean = rows.flatten(1).mean(0, dtype=dtype).view(rows.shape[1:]).movedim(-1, 0)
+    else:
+        mean = images.mean(0, dtype=dtype)
     for window in windows:
         mean = torch.tensordot(mean, window, dims=([1], [1]))
     return mean

@@ -96,7 +96,8 @@ class SampleInverse:
         """Cholesky factor of ``XXᵀ/m + δI``."""
         gram = rows @ rows.mT / len(rows)
         gram.diagonal().add_(self.damping)
-        return torch.linalg.cholesky(gram)
+        factor: Tensor = torch.linalg.cholesky(gram)
+        return factor
 
     def _whitened(self) -> Tensor:
         """Y with ``P = (I − YᵀY) / δ``."""

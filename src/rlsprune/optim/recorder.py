@@ -48,6 +48,8 @@ class Recorder:
         """The rows X and the gradients Δ at the layer's output with ``∇W = Δᵀ X``, if they were kept."""
         if not self._batches:
             return None
+        if len(self._batches) == 1:
+            return self._batches[0]
         inputs, deltas = zip(*self._batches, strict=True)
         return torch.cat(inputs), torch.cat(deltas)
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from rlsprune.optim.layers import Layer
 
-# Patches are cut from this many images of a batch, so that only those have to be padded.
-_IMAGES = 16
+# So many patches are cut from an image, so that not all images of a batch have to be padded.
+_PATCHES = 8
 
 
 def sample_rows(layer: Layer, inputs: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -29,8 +29,8 @@ def sample_rows(layer: Layer, inputs: Tensor, count: int, generator: torch.Gener
         return rows.clone().unsqueeze(0)
     if inputs.dim() == layer.weight.dim() - 1:
         inputs = inputs.unsqueeze(0)
-    if len(inputs) > _IMAGES:
-        inputs = inputs[_draw(len(inputs), _IMAGES, generator).to(inputs.device)]
+    if len(inputs) > count // _PATCHES:
+        inputs = inputs[_draw(len(inputs), count // _PATCHES, generator).to(inputs.device)]
     return _patches(layer, inputs, count, generator)
 
 

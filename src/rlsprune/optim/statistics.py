@@ -16,9 +16,9 @@ from rlsprune.optim.inverse import DenseInverse, Inverse, exact_device, from_row
 from rlsprune.optim.layers import Layer, is_layer, mean_input
 from rlsprune.optim.rows import sample_rows
 
-# Rows drawn from one batch, and the most that are kept of a layer: twice its inputs, but not more than the second
-# number. A layer with more inputs than that is worked with in the space of its rows, at a cost of m²n, so there the
-# first number has to do.
+# Rows drawn from one training batch, and the most that are kept of a layer: twice its inputs, but not more than the
+# second number. A layer with more inputs than that is worked with in the space of its rows, at a cost of m²n, so there
+# the first number has to do.
 _BATCH_ROWS = 128
 _FEW_ROWS, _MANY_ROWS = 1024, 2048
 
@@ -107,7 +107,7 @@ class InputStatistics:
         """Called after a forward of a layer."""
         if self._everything or (layer.training and torch.is_grad_enabled()):
             with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
-                self._collectors[name].add(layer, inputs.detach())
+                self._collectors[name].add(layer, inputs.detach(), _MANY_ROWS if self._everything else _BATCH_ROWS)
 
 
 class RowSample:
@@ -123,9 +123,9 @@ class RowSample:
         self._batches: deque[Tensor] = deque()
         self._bias = False
 
-    def add(self, layer: Layer, inputs: Tensor) -> None:
-        """Draws rows from a batch, and drops the oldest ones that are not needed any more."""
-        rows = sample_rows(layer, inputs, _BATCH_ROWS, self._generator)
+    def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
+        """Draws at most ``count`` rows from a batch, and drops the oldest ones that are not needed any more."""
+        rows = sample_rows(layer, inputs, count, self._generator)
         if self._batches and self._batches[0].shape[2] != rows.shape[2]:
             self._batches.clear()  # the layer was resized
         self._batches.append(rows)
@@ -161,7 +161,7 @@ class _MeanInverse:
     def clear(self, seed: int) -> None:
         self._P: Tensor | None = None
 
-    def add(self, layer: Layer, inputs: Tensor) -> None:
+    def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
         x, _ = mean_input(layer, inputs, torch.promote_types(layer.weight.dtype, torch.float32))
         if self._P is None or self._P.shape[:2] != x.shape:
             n = x.shape[1]

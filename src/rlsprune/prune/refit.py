@@ -48,26 +48,27 @@ def _format(tensor: Tensor) -> torch.memory_format:
 
 
 class KnownInverses:
-    """P of each layer during one event: asked for once, and smaller with every group that goes."""
+    """P of each layer during one event: computed once, and smaller with every group that goes."""
 
     def __init__(self, source: InverseOf) -> None:
         self._source = source
         self._known: dict[str, list[Inverse]] = {}
+        self._gone: dict[str, list[Tensor]] = {}
 
     def __call__(self, name: str) -> list[Inverse]:
         """P of each group of a layer, for the inputs that it still has."""
         if name not in self._known:
             self._known[name] = self._source(name)
+        for gone in self._gone.pop(name, ()):
+            self._known[name] = [P.without(rows) for P, rows in zip(self._known[name], gone, strict=True)]
         return self._known[name]
 
     def remove(self, group: Group, units: list[int]) -> None:
-        """The inputs that go, go from every P asked for so far."""
+        """These inputs are about to go: their rows go from every P known so far when it is asked for again."""
         for member in group.consumers:
             if member.name in self._known:
                 gone = input_rows(member.module, member.index[units]).flatten(1)
-                self._known[member.name] = [
-                    P.without(rows) for P, rows in zip(self._known[member.name], gone, strict=True)
-                ]
+                self._gone.setdefault(member.name, []).append(gone)
 
 
 def cut_inverses(model: nn.Module, optimizer: Optimizer, cuts: Cuts, how: str) -> None:
