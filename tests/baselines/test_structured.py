@@ -10,9 +10,11 @@ import torch_pruning
 from torch import Tensor, nn
 
 from baselines.cases import SHAPE, epoch, inputs, sgd, small
-from rlsprune.baselines import DepGraph, L1Norm, NetSlimming
+from rlsprune.baselines import DepGraph, L1Norm, NetSlimming, initialise_scales
 from rlsprune.graph import find_groups
 from rlsprune.graph.rival import group_norms
+from rlsprune.models import FNN
+from rlsprune.train.loop import mean_squared_error
 from zoo import ZOO
 
 LAYERS = (0, 4, 9)  # of ``small``; each followed by its batch norm
@@ -127,6 +129,33 @@ def test_net_slimming_says_what_it_leaves_alone_and_refuses_a_network_without_ba
     plain = ZOO["vgg"].model()
     with pytest.raises(ValueError, match=r"no hidden layer has a batch norm .*build the network with batch norm"):
         NetSlimming(plain, sgd(plain), ZOO["vgg"].inputs(), ratio=0.5, prune_epoch=1)
+
+
+def test_step_of_the_paper_is_stable_from_our_scales_only() -> None:
+    """Momentum descent on a quadratic is stable for curvatures below 2·(1 + momentum) / lr."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(128, 32), torch.randint(10, (128,))
+    bound = 2 * (1 + 0.9) / 0.1
+    for scale in (1.0, 0.5, 0.25):
+        model = FNN((32, 64, 1024, 10), batch_norm=True)
+        initialise_scales(model, scale)
+        hidden = nn.Sequential(*list(model)[:-1])(x).detach()
+        curvature = torch.linalg.eigvalsh(hidden @ hidden.T / len(x))[-1].item()
+        assert (curvature < bound) == (scale == 0.25)
+    optimizer = sgd(model)
+    method = NetSlimming(model, optimizer, x, ratio=0.5, prune_epoch=None)
+    losses = []
+    for _ in range(40):
+        loss = mean_squared_error(model(x), labels)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        method.after_backward()
+        optimizer.step()
+    assert max(losses) < 2 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
+    with pytest.raises(ValueError, match="value=0"):
+        initialise_scales(model, 0)
 
 
 def squares(model: nn.Sequential, number: int) -> Tensor:
