@@ -90,7 +90,9 @@ def velocity_step_(
     """
     left = left * -scale[:, None, None]
     columns, bias_column = right
-    weight_velocity.mul_(momentum).baddbmm_(left, columns)
+    if isinstance(momentum, Tensor):
+        weight_velocity.mul_(momentum)
+    weight_velocity.baddbmm_(left, columns, beta=1 if isinstance(momentum, Tensor) else momentum)
     if bias_velocity is not None and bias_column is not None:
         bias_velocity.mul_(momentum).add_((left @ bias_column.unsqueeze(-1)).squeeze(-1))
 
@@ -120,6 +122,13 @@ def batch_factors(inputs: Tensor, deltas: Tensor, P: Tensor) -> tuple[Tensor, tu
     product = torch.addmm(matrix[n, :n], inputs, matrix[:n, :n])
     bias_column = torch.addmv(matrix[n, n], inputs, matrix[:n, n])
     return left, (product.unsqueeze(0), bias_column.unsqueeze(0))
+
+
+def mean_product(product: tuple[Tensor, Tensor | None]) -> Tensor:
+    """``u = P x`` from the rows of ``X P`` (:func:`batch_factors`), whose mean it is."""
+    columns, bias_column = product
+    u = columns.mean(1)
+    return u if bias_column is None else torch.cat([u, bias_column.mean(1, keepdim=True)], dim=1)
 
 
 def mean_rows(inputs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,8 +53,8 @@ class LayerStep:
     """``u = P x`` per block."""
     excitations: list[Tensor]
     """``xᵀ P x`` per block, one per group."""
-    batch: tuple[Tensor, Tensor] | None
-    """X and Δ, scaled so that ``Δᵀ X`` is the gradient, where that way is the cheaper one."""
+    factors: tuple[Tensor, tuple[Tensor, Tensor | None]] | None
+    """``Δᵀ`` and ``X P``, where that way is the cheaper one; None for the direct way."""
     checks: dict[str, Tensor]
     """What must hold before anything is changed: from what to check to a 0-dim bool on the device."""
 
@@ -70,19 +70,25 @@ class LayerStep:
         probe: Tensor | None,
     ) -> LayerStep:
         """Computes the gains (Eqs. 17, 18), and decides which of the two ways of computing P∇W is taken."""
-        parts = torch.split(mean, [P.shape[-1] for P in blocks], dim=-1)
-        gains, excitations = map(list, zip(*map(functional.gain, blocks, parts), strict=True))
-        h = group["forgetting"] + group["mean_scale"] * torch.stack(excitations)
+        factors = None
         if batch is not None and probe is not None:
             batch, finite = match_gradient(weight, bias, *batch, probe)
         else:
             finite = all_finite([p.grad for p in (weight, bias) if p is not None and p.grad is not None])
+        if batch is not None:
+            factors = functional.batch_factors(*batch, blocks[0])
+            gains = [functional.mean_product(factors[1])]
+            excitations = [(mean * gains[0]).sum(-1)]
+        else:
+            parts = torch.split(mean, [P.shape[-1] for P in blocks], dim=-1)
+            gains, excitations = map(list, zip(*map(functional.gain, blocks, parts), strict=True))
+        h = group["forgetting"] + group["mean_scale"] * torch.stack(excitations)
         checks = {
-            "the input": mean.isfinite().all(),
+            "the input": mean.abs().amax() < torch.inf,
             "the gradient": finite,
-            "P (not positive definite)": (h.isfinite() & (h > 0)).all(),
+            "P (not positive definite)": ((h > 0) & (h < torch.inf)).all(),
         }
-        return cls(group, weight, bias, blocks, gains, excitations, batch, checks)
+        return cls(group, weight, bias, blocks, gains, excitations, factors, checks)
 
     def apply(self, state: Mapping[Tensor, dict[str, Any]], gate: Tensor | None) -> None:
         """Eqs. (21), (22) with P_{t-1}, then Eq. (16).
@@ -111,10 +117,8 @@ class LayerStep:
         groups, n = len(self.blocks[0]), self.weight[0].numel()
         velocity = state[self.weight][VELOCITY].view(groups, -1, n)
         bias_velocity = None if self.bias is None else state[self.bias][VELOCITY].view(groups, -1)
-        if self.batch is not None:
-            (P,) = self.blocks
-            left, right = functional.batch_factors(*self.batch, P)
-            functional.velocity_step_(velocity, bias_velocity, left, right, momentum=momentum, scale=scale)
+        if self.factors is not None:
+            functional.velocity_step_(velocity, bias_velocity, *self.factors, momentum=momentum, scale=scale)
             return
         dtype = self.blocks[0].dtype
         weight_grad = _grad(self.weight, gate).to(dtype).reshape(groups, -1, n)
@@ -205,4 +209,4 @@ def match_gradient(
     factor = (actual @ expected) / (expected @ expected)
     tolerance = _PROBE_ROUNDINGS * torch.finfo(weight.dtype).eps * (deltas.abs().t() @ magnitude) * factor.abs()
     same = ((actual - factor * expected).abs() <= tolerance).all()
-    return ((inputs, deltas * factor) if same else None), actual.isfinite().all()
+    return ((inputs, deltas * factor) if same else None), actual.abs().amax() < torch.inf
