@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
+import rich  # noqa: F401  # typer does without, the progress display does not: say so before a run, not in it
 import typer
 
 import rlsprune

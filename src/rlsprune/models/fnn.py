@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from rlsprune.models.norm import slimming_norm
+
 __all__ = ["FNN"]
 
 
@@ -31,6 +33,6 @@ class FNN(nn.Sequential):
             parts[f"fc{number}"] = nn.Linear(inputs, outputs)
             if number < len(sizes) - 1:
                 if batch_norm:
-                    parts[f"bn{number}"] = nn.BatchNorm1d(outputs)
+                    parts[f"bn{number}"] = slimming_norm(nn.BatchNorm1d(outputs))
                 parts[f"relu{number}"] = nn.ReLU()
         super().__init__(parts)

@@ -6,6 +6,8 @@ from collections import OrderedDict
 
 from torch import nn
 
+from rlsprune.models.norm import slimming_norm
+
 __all__ = ["MiniVGG"]
 
 _POOL = None
@@ -38,13 +40,13 @@ class MiniVGG(nn.Sequential):
             number += 1
             parts[f"conv{number}"] = nn.Conv2d(channels, width, 3, padding=1)
             if batch_norm:
-                parts[f"bn{number}"] = nn.BatchNorm2d(width)
+                parts[f"bn{number}"] = slimming_norm(nn.BatchNorm2d(width))
             parts[f"relu{number}"] = nn.ReLU()
             channels = width
         parts["flatten"] = nn.Flatten()
         parts["fc1"] = nn.Linear(channels * (image_size // 8) ** 2, 1024)
         if batch_norm:
-            parts[f"bn{number + 1}"] = nn.BatchNorm1d(1024)
+            parts[f"bn{number + 1}"] = slimming_norm(nn.BatchNorm1d(1024))
         parts[f"relu{number + 1}"] = nn.ReLU()
         parts["fc2"] = nn.Linear(1024, classes)
         super().__init__(parts)

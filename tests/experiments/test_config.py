@@ -1,0 +1,100 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsprune.experiments.config import PAPER, RunConfig, make_config
+from rlsprune.experiments.paper import TABLES
+from rlsprune.experiments.plan import COMPARED, comparison, sweep, twin_of
+from rlsprune.experiments.registry import BASELINES, EXPERIMENTS, METHODS
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_config_survives_json(name: str, method: str) -> None:
+    config = make_config(name, method, preset="paper")
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.differences(config) == []
+
+
+def test_paper_preset_is_the_paper_s() -> None:
+    for name in EXPERIMENTS:
+        config = make_config(name, "rls-paper", preset="paper")
+        assert (config.epochs, config.warmup_epochs, config.batch_size) == (200, 30, 128)
+        assert (config.train_images, config.test_images) == (None, None)
+        assert config.pruning == PAPER
+        assert config.gate == "batch"
+        assert make_config(name, "l1-norm", preset="paper").prune_epoch == 31
+    assert make_config("cifar10-vgg", preset="paper").augment == "crop+flip"
+
+
+def test_rivals_are_trained_by_momentum_and_ours_by_rls() -> None:
+    assert {make_config("mnist-fnn", method).optimizer for method in BASELINES} == {"sgd"}
+    assert {make_config("mnist-fnn", method).optimizer for method in set(METHODS) - set(BASELINES)} == {"rls"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": "imagenet"}, "choose one of digits-fnn"),
+        ({"method": "magic"}, "choose one of rls"),
+        ({"preset": "long"}, "short, paper"),
+        ({"epochs": 0}, "--epochs 0"),
+        ({"gate": "test"}, "train, batch, valid"),
+        ({"ratio": 1.0}, r"--ratio 1\.0"),
+        ({"ratio": 0.5, "method": "l1-norm"}, "--ratio is for rls"),
+        ({"optimizer": "adamw", "method": "l1-norm"}, "trained by sgd"),
+        ({"prune_epoch": 0}, "--prune-epoch 0"),
+        ({"train_images": 0}, "--train-images 0"),
+    ],
+)
+def test_settings_that_are_not_valid_are_named(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_config(**{"name": "digits-fnn", **arguments})  # type: ignore[arg-type]
+
+
+def test_config_of_another_version_is_refused() -> None:
+    values = make_config("digits-fnn").to_dict()
+    with pytest.raises(ValueError, match="seed"):
+        RunConfig.from_dict({key: value for key, value in values.items() if key != "seed"})
+
+
+def test_comparison_has_a_twin_for_every_method_and_scratch_waits_for_rls(tmp_path: Path) -> None:
+    runs = comparison("mnist-fnn", COMPARED, [0, 1], tmp_path)
+    for seed in (0, 1):
+        labels = [run.label for run in runs if run.config.seed == seed]
+        assert set(labels) == {*COMPARED, *map(twin_of, COMPARED)}
+        assert len(labels) == len(set(labels))
+    assert len({run.folder for run in runs}) == len(runs)
+    waiting = [run for run in runs if run.after is not None]
+    assert [run.label for run in waiting] == ["scratch", "scratch"]
+    assert {run.after for run in waiting} == {run.folder for run in runs if run.label == "rls"}
+
+
+def test_scratch_alone_brings_rls_along(tmp_path: Path) -> None:
+    assert [run.label for run in comparison("mnist-fnn", ["scratch"], [0], tmp_path)] == ["none-rls", "rls", "scratch"]
+
+
+def test_slimming_s_twin_keeps_its_batch_norm_and_never_prunes(tmp_path: Path) -> None:
+    runs = {run.label: run.config for run in comparison("mnist-fnn", ["net-slimming"], [0], tmp_path)}
+    assert runs["net-slimming-unpruned"].method == "net-slimming"
+    assert runs["net-slimming-unpruned"].prune_epoch is None
+    assert runs["net-slimming"].prune_epoch is not None
+
+
+def test_sweep_varies_the_ratio_alone(tmp_path: Path) -> None:
+    runs = sweep("mnist-fnn", "rls-paper", [0.2, 0.5], [0], tmp_path)
+    assert [run.config.pruning.ratio for run in runs if run.config.pruning] == [0.2, 0.5]
+    assert len(runs[0].config.differences(runs[1].config)) == 1
+
+
+@pytest.mark.parametrize(("table", "nodes"), [(1, (784, 1024, 512, 10)), (2, None), (3, None)])
+def test_paper_s_columns_agree_with_themselves(table: int, nodes: tuple[int, ...] | None) -> None:
+    """The totals follow from the layers, so a figure that was copied wrongly shows."""
+    nodes = nodes or (3072, 65536, 65536, 32768, 32768, 16384, 1024, 10)
+    weights = {1: (802816, 524288, 5120)}.get(table, (1728, 36864, 73728, 147456, 294912, 4194304, 10240))
+    for method, column in TABLES[table].items():
+        for full, shares in ((nodes, column.nodes), (weights, column.weights)):
+            share = sum(n * s for n, s in zip(full, shares[:-1], strict=True)) / sum(full)
+            # Layers and total are rounded to 0.1 each.
+            assert share == pytest.approx(shares[-1], abs=0.1), (method, full)

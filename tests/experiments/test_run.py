@@ -1,0 +1,129 @@
+"""Every method from the command line to the files of its run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsprune import io
+from rlsprune.cli import main
+from rlsprune.experiments.config import make_config
+from rlsprune.experiments.registry import METHODS, experiment
+from rlsprune.experiments.run import load_data, run
+from rlsprune.train.counting import count_retained
+from rlsprune.train.folder import RunFolder
+from rlsprune.train.loop import evaluate, mean_squared_error
+
+OPTIONS = ["--epochs", "3", "--warmup-epochs", "1", "--train-images", "300", "--test-images", "100", "--threads", "1"]
+METRICS = {
+    "epoch",
+    "train_loss",
+    "test_loss",
+    "precision",
+    "nodes_percent",
+    "weights_percent",
+    "flops_percent",
+    "seconds",
+}
+# What the settings alone determine, as in Table 1: nodes and weights retained.
+DETERMINED = {
+    "l1-norm": (53.8, 21.7),
+    "depgraph": (53.8, 21.7),
+    "soft-pruning": (100.0, 70.0),
+    "weight-level": (100.0, 30.0),
+    "none": (100.0, 100.0),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_runs_from_the_command_line(tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "digits-fnn", "--method", method, *OPTIONS, "--out", str(out), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    folder = RunFolder(out)
+    metrics, events = folder.read_lines("metrics"), folder.read_lines("events")
+    assert summary == folder.read_json("summary")
+    assert [line["epoch"] for line in metrics] == [1, 2, 3]
+    assert all(set(line) >= METRICS for line in metrics)
+    assert (out / "environment.json").is_file()
+    assert (out / "config.json").is_file()
+    assert summary["precision"] == metrics[-1]["precision"]
+    if method in DETERMINED:
+        shares = (summary["nodes_percent"], summary["weights_percent"])
+        assert shares == pytest.approx(DETERMINED[method], abs=0.05)
+    if method in ("none", "scratch"):
+        assert events == []
+    else:
+        assert events
+        assert all(event["epoch"] >= 2 or method == "soft-pruning" for event in events)
+    _check_model(folder, summary, metrics[-1])
+
+
+def _check_model(folder: RunFolder, summary: dict[str, Any], last: dict[str, Any]) -> None:
+    """The model in the file is the one that the figures are about."""
+    method = summary["method"]
+    model = experiment("digits-fnn").build(batch_norm=method == "net-slimming")
+    io.load(folder.model, into=model)
+    counts = count_retained(model, torch.zeros(1, 784), zeros=False)
+    assert [(layer["name"], layer["nodes"]) for layer in summary["layers"]] == [
+        (name, count.nodes) for name, count in counts.items()
+    ]
+    assert [layer["weights"] for layer in summary["layers"]] == [count.weights for count in counts.values()]
+    test = load_data(make_config("digits-fnn", train_images=300, test_images=100)).test
+    result = evaluate(model, [(test.images.flatten(1) / 255, test.labels)], mean_squared_error)
+    assert result.precision == last["precision"]
+    assert result.loss == pytest.approx(last["test_loss"], rel=1e-4)
+
+
+def test_scratch_has_the_shape_and_the_pixels_of_rls_and_other_weights(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    options = {**tiny, "epochs": 2, "warmup_epochs": 1}
+    source, fresh = RunFolder(tmp_path / "rls"), RunFolder(tmp_path / "scratch")
+    shape = run(make_config("digits-fnn", "rls-paper", **options), source)
+    arguments = ["--epochs", "1", "--threads", "1", "--train-images", "300", "--quiet"]
+    command = ["run", "--method", "scratch", "--from", str(source.path), "--out", str(fresh.path)]
+    assert main([*command, *arguments]) == 0
+    summary = fresh.read_json("summary")
+    assert [layer["nodes"] for layer in summary["layers"]] == [layer["nodes"] for layer in shape["layers"]]
+    assert summary["kept_inputs"] == shape["kept_inputs"]
+    assert summary["weights_percent"] < 100
+    models = [io.load(folder.model, into=experiment("digits-fnn").build()) for folder in (source, fresh)]
+    assert not torch.equal(models[0].get_parameter("fc2.weight"), models[1].get_parameter("fc2.weight"))
+
+
+def test_another_seed_gives_other_numbers(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    losses = [
+        run(make_config("digits-fnn", "none", epochs=1, seed=seed, **tiny), RunFolder(tmp_path / name))["loss"]
+        for seed, name in ((0, "a"), (1, "b"), (0, "c"))
+    ]
+    assert losses[0] != losses[1]
+    assert losses[0] == losses[2]
+
+
+def test_held_out_gate_takes_its_images_from_the_training_split() -> None:
+    config = make_config("digits-fnn", "none", gate="valid", train_images=240)
+    loaded = load_data(config)
+    assert loaded.valid is not None
+    assert (len(loaded.train), len(loaded.valid)) == (220, 20)
+    assert len(load_data(make_config("digits-fnn", "none", train_images=240)).train) == 240
+
+
+def test_gate_is_the_loss_that_was_asked_for(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    lines = {}
+    for gate in ("train", "batch", "valid"):
+        folder = RunFolder(tmp_path / gate)
+        run(make_config("digits-fnn", "none", gate=gate, epochs=1, **tiny), folder)
+        lines[gate] = folder.read_lines("metrics")[0]
+    assert lines["train"]["gate_loss"] == lines["train"]["train_loss"]
+    # The same training, another look at it.
+    assert lines["batch"]["train_loss"] == lines["train"]["train_loss"]
+    assert lines["batch"]["gate_loss"] != lines["train"]["gate_loss"]
+    assert lines["valid"]["gate_loss"] not in (lines["valid"]["train_loss"], lines["train"]["gate_loss"])
+
+
+def test_pixels_are_drawn_where_inputs_were_pruned(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--epochs", "2", "--warmup-epochs", "0", "--train-images", "300", "--threads", "1", "--quiet"]
+    assert main(["run", "--method", "rls-paper", *options, "--out", str(out)]) == 0
+    assert (out / "pixels.png").read_bytes().startswith(b"\x89PNG")
