@@ -20,7 +20,7 @@ $(VENV)/dev.stamp: $(BIN)/pip pyproject.toml constraints.txt
 	touch $@ $(VENV)/demo.stamp
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/rlsprune demo
+	$(BIN)/rlsprune run
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
