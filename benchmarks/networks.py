@@ -1,0 +1,71 @@
+"""Networks in the shape of well-known ones for 32×32 images, for timing: layers and sizes are theirs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+CLASSES = 10
+
+
+def _normed(
+    inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: bool = True
+) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU() if act else nn.Identity())
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions around a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(_normed(inputs, outputs, stride=stride), _normed(outputs, outputs, act=False))
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else _normed(inputs, outputs, 1, stride, act=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block."""
+        return nn.functional.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(depth: int) -> nn.Sequential:
+    """ResNet-20, -56, … for CIFAR: three stages of 16, 32 and 64 channels, with projection shortcuts."""
+    layers: list[nn.Module] = [_normed(3, 16)]
+    inputs = 16
+    for width in (16, 32, 64):
+        for number in range((depth - 2) // 6):
+            layers.append(BasicBlock(inputs, width, 2 if number == 0 and width > 16 else 1))
+            inputs = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
+
+
+class InvertedResidual(nn.Module):
+    """Expand, depthwise convolution, project, around a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, expand: int) -> None:
+        super().__init__()
+        hidden = inputs * expand
+        self.body = nn.Sequential(
+            *([_normed(inputs, hidden, 1)] if expand > 1 else []),
+            _normed(hidden, hidden, 3, stride, groups=hidden),
+            _normed(hidden, outputs, 1, act=False),
+        )
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block."""
+        out: Tensor = self.body(x)
+        return x + out if self.residual else out
+
+
+def mobilenet() -> nn.Sequential:
+    """MobileNetV2 at its full width, with the strides that 32×32 images allow."""
+    plan = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+    layers: list[nn.Module] = [_normed(3, 32)]
+    inputs = 32
+    for expand, outputs, count, stride in plan:
+        for number in range(count):
+            layers.append(InvertedResidual(inputs, outputs, stride if number == 0 else 1, expand))
+            inputs = outputs
+    layers += [_normed(inputs, 1280, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, CLASSES)]
+    return nn.Sequential(*layers)

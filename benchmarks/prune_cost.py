@@ -1,0 +1,140 @@
+"""What one prune event costs, next to torch-pruning's build and step, 20 % of every layer.
+
+Prints ratios to torch-pruning's time (tracing and removing, L1 importance) of the same round: all take turns, so that a
+machine that is busy for a while is busy for all of them. Ours traces and verifies the network once, when the Pruner is
+made, and not again at each event; torch-pruning too can step again without building, so its step alone is given as
+well. What the event leaves in accuracy: ``prune_accuracy.py``.
+
+    python benchmarks/prune_cost.py
+    python benchmarks/prune_cost.py --network resnet20 --rounds 5
+    python benchmarks/prune_cost.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch_pruning
+from common import CLASSES, clock, mini_vgg, train_step
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch_pruning.pruner.importance import GroupMagnitudeImportance
+
+import rlsprune
+from networks import mobilenet, resnet
+
+RATIO = 0.2
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mini-VGG": mini_vgg,
+    "ResNet-20": partial(resnet, 20),
+    "ResNet-56": partial(resnet, 56),
+    "MobileNetV2": mobilenet,
+}
+# With SGD the event cuts what torch-pruning's does, and the momentum; with RLS also P, by a Schur complement.
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD: l1, not compensated": ("sgd", {"criterion": "l1", "compensate": False}),
+    "SGD: l1, exact P": ("sgd", {"criterion": "l1"}),
+    "SGD: obs, exact P": ("sgd", {"criterion": "obs"}),
+    "RLS: l1, not compensated, P sliced": ("rls", {"criterion": "l1", "compensate": False, "inverse": "slice"}),
+    "RLS: l1, training P": ("rls", {"criterion": "l1", "statistics": "training"}),
+    "RLS: obs, training P": ("rls", {"criterion": "obs", "statistics": "training"}),
+    "RLS: obs, exact P": ("rls", {"criterion": "obs"}),
+}
+MAKING = "(making the Pruner)"
+STEP_ALONE = "torch-pruning, step alone"
+RIVAL = "torch-pruning, build + step"
+
+
+def rival(model: nn.Module, example: Tensor) -> tuple[float, float]:
+    """Seconds of torch-pruning's whole event, and of its step alone."""
+    output = [module for module in model.modules() if getattr(module, "out_features", 0) == CLASSES]
+    start = clock()
+    pruner = torch_pruning.pruner.BasePruner(
+        model, example, GroupMagnitudeImportance(p=1), pruning_ratio=RATIO, ignored_layers=output
+    )
+    built = clock()
+    pruner.step()
+    end = clock()
+    return end - start, end - built
+
+
+def optimizer_for(kind: str, model: nn.Module) -> Optimizer:
+    """RLS, or SGD with momentum."""
+    return rlsprune.RLS(model) if kind == "rls" else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def ours(
+    optimizer: Optimizer, model: nn.Module, example: Tensor, batch: Tensor, **settings: Any
+) -> tuple[float, float]:
+    """Seconds of our event, and of making the Pruner."""
+    start = clock()
+    pruner = rlsprune.Pruner(model, optimizer, example, ratio=RATIO, **settings)
+    made = clock() - start
+    if settings.get("compensate", True) and settings.get("statistics") != "training":
+        # Enough batches that every layer holds all the rows it ever holds.
+        pruner.calibrate([batch] * 16)
+    start = clock()
+    pruner.prune()
+    return clock() - start, made
+
+
+def measure(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every event, by name, a round after the other."""
+    torch.manual_seed(0)
+    model, batch, example = build(), torch.rand(16, 3, 32, 32), torch.rand(1, 3, 32, 32)
+    states = {}
+    for kind in ("sgd", "rls"):
+        optimizer = optimizer_for(kind, trained := copy.deepcopy(model))
+        train_step(trained, [optimizer], batch, torch.randint(CLASSES, (len(batch),)))
+        states[kind] = optimizer.state_dict()
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for turn in range(rounds + 1):
+        found: dict[str, float] = {}
+        found[RIVAL], found[STEP_ALONE] = rival(copy.deepcopy(model), example)
+        for name, (kind, settings) in OURS.items():
+            gc.collect()
+            optimizer = optimizer_for(kind, fresh := copy.deepcopy(model))
+            optimizer.load_state_dict(states[kind])
+            found[name], found[MAKING] = ours(optimizer, fresh, example, batch, **settings)
+        for name, value in found.items() if turn else ():  # the first round imports and allocates
+            seconds[name].append(value)
+    return seconds
+
+
+def report(title: str, model: nn.Module, seconds: dict[str, list[float]]) -> None:
+    """Prints the ratios."""
+    count = sum(p.numel() for p in model.parameters())
+    reference = seconds[RIVAL]
+    print(f"\n{title} ({count / 1e6:.2f} million parameters), {len(reference)} rounds")
+    print("| event | median ms | ratio, median | quartiles |\n|---|---:|---:|---|")
+    for name, values in seconds.items():
+        ratios = [mine / theirs for mine, theirs in zip(values, reference, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        print(f"| {name} | {1e3 * statistics.median(values):.0f} | {middle:.2f} | {low:.2f}–{high:.2f} |", flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=NETWORKS, help="default: all")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="ResNet-20, one round")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    chosen = ["ResNet-20"] if args.quick else [args.network] if args.network else list(NETWORKS)
+    for title in chosen:
+        build = NETWORKS[title]
+        report(title, build(), measure(build, 1 if args.quick else args.rounds))
+
+
+if __name__ == "__main__":
+    main()
