@@ -27,6 +27,9 @@ from rlsprune.prune.schedule import Decision, Gate
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 
+# How often the last event's ratio is halved towards the target.
+_TARGET_STEPS = 5
+
 
 class Pruner:
     """Prunes a network a little whenever its loss has recovered from the last time.
@@ -89,7 +92,7 @@ class Pruner:
             min_channels: What every layer keeps at least.
             round_to: Layers keep a multiple of this many channels, where they lose any.
             target: Stop at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
-                ``{"latency": 0.5}``.
+                ``{"latency": 0.5}``. The last event removes no more than it takes to get there.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
         """
@@ -119,7 +122,7 @@ class Pruner:
         self._copies: list[nn.Module] = []
         self._gate = Gate(warmup_epochs, patience)
         self._recovered: Snapshot | None = None
-        self._original = self._costs()
+        self._original = {what: self._cost(what) for what in self._settings.target}
         self.done = False
         """Whether pruning has ended: the target is reached, patience ran out, or :meth:`finish` was called."""
         self.history: list[PruneEvent] = []
@@ -252,8 +255,11 @@ class Pruner:
 
     def _prune(self, loss: float | None) -> PruneEvent | None:
         kept = Snapshot(self.model, self.optimizer, copy=True) if self._gate.patience is not None else None
-        with undone_on_error(self.model, self.optimizer, self._copies, self._graph):
+        with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
             event = self._event(loss)
+            # What is measured differs from one time to the next, so a latency is not aimed at so finely.
+            if event is not None and "latency" not in self._settings.target and self._reached_target():
+                event = self._just_reach_target(event, undo)
         if loss is not None:
             self._gate.pruned(loss, changed=event is not None)
         if event is None:
@@ -268,9 +274,23 @@ class Pruner:
         self._announce(event)
         return event
 
-    def _event(self, loss: float | None) -> PruneEvent | None:
+    def _just_reach_target(self, event: PruneEvent, undo: Callable[[], None]) -> PruneEvent:
+        """Takes back what an event removed beyond the target, by halving the interval of its ratio."""
+        too_little, enough = 0.0, 1.0
+        for _ in range(_TARGET_STEPS):
+            share = (too_little + enough) / 2
+            undo()
+            smaller = self._event(event.loss, share)
+            if smaller is not None and self._reached_target():
+                event, enough = smaller, share
+            else:
+                too_little = share
+        undo()
+        return self._event(event.loss, enough) or event
+
+    def _event(self, loss: float | None, share: float = 1.0) -> PruneEvent | None:
         costs, sizes = self._costs(), self._sizes()
-        settings = self._settings
+        settings = self._settings.scaled(share)
         removed = operate(self.model, self.optimizer, self._copies, self._graph, settings, self._inverses)
         return self._describe("prune", loss, costs, sizes, removed) if removed else None
 
@@ -288,7 +308,7 @@ class Pruner:
         self,
         kind: Literal["prune", "roll-back"],
         loss: float | None,
-        costs: Mapping[str, float],
+        costs: Mapping[str, int],
         sizes: Mapping[str, int],
         removed: dict[str, list[int]],
     ) -> PruneEvent:
@@ -296,10 +316,10 @@ class Pruner:
         return PruneEvent(
             epoch=self._gate.epoch,
             loss=loss,
-            params_before=int(costs["params"]),
-            params_after=int(after["params"]),
-            flops_before=int(costs["flops"]),
-            flops_after=int(after["flops"]),
+            params_before=costs["params"],
+            params_after=after["params"],
+            flops_before=costs["flops"],
+            flops_after=after["flops"],
             layers=tuple(LayerChange(name, size, now[name]) for name, size in sizes.items()),
             removed=removed,
             kind=kind,
@@ -333,15 +353,14 @@ class Pruner:
         return [DenseInverse(matrix) for matrix in (exact if exact.dim() == 3 else [exact])]
 
     def _reached_target(self) -> bool:
-        now = self._costs()
-        return any(now[what] <= share * self._original[what] for what, share in self._settings.target.items())
+        return any(self._cost(what) <= share * self._original[what] for what, share in self._settings.target.items())
 
-    def _costs(self) -> dict[str, float]:
+    def _cost(self, what: str) -> float:
+        return latency(self.model, self.example_inputs)[0] if what == "latency" else self._costs()[what]
+
+    def _costs(self) -> dict[str, int]:
         params, flops = count(self.model, self.example_inputs)
-        costs: dict[str, float] = {"params": params, "flops": flops}
-        if "latency" in self._settings.target:
-            costs["latency"], _ = latency(self.model, self.example_inputs)
-        return costs
+        return {"params": params, "flops": flops}
 
     def _sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""

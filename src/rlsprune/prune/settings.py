@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim import Optimizer
@@ -64,6 +64,15 @@ class Settings:
         if isinstance(self.ratio, Mapping):
             return next((self.ratio[name] for name in _names(group) if name in self.ratio), 0.0)
         return self.ratio / 2 if group.is_input else self.ratio
+
+    def scaled(self, share: float) -> Settings:
+        """The same with all ratios multiplied by a share in (0, 1]."""
+        ratio = self.ratio
+        smaller = (
+            {name: value * share for name, value in ratio.items()} if isinstance(ratio, Mapping) else ratio * share
+        )
+        inputs = None if self.input_ratio is None else self.input_ratio * share
+        return replace(self, ratio=smaller, input_ratio=inputs)
 
     def check_names(self, graph: ChannelGraph) -> None:
         """Refuses ratios for layers that do not exist or cannot be pruned."""
