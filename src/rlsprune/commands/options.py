@@ -73,7 +73,7 @@ Gate = Annotated[
     ),
 ]
 Loss = Annotated[str, typer.Option("--loss", help=f"One of {_choices(LOSSES)}; mse is the paper's Eq. (15).")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Images per minibatch.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch, instead of the preset's.")]
 TrainImages = Annotated[int | None, typer.Option("--train-images", help="Train on so many images only.")]
 TestImages = Annotated[int | None, typer.Option("--test-images", help="Test on so many images only.")]
 Augment = Annotated[

@@ -36,7 +36,7 @@ def run(
     prune_epoch: options.PruneEpoch = None,
     gate: options.Gate = None,
     loss: options.Loss = "mse",
-    batch_size: options.BatchSize = 128,
+    batch_size: options.BatchSize = None,
     train_images: options.TrainImages = None,
     test_images: options.TestImages = None,
     augment: options.Augment = None,

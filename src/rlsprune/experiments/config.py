@@ -188,7 +188,7 @@ def make_config(
             "seed": 0,
             "epochs": chosen.epochs,
             "loss": "mse",
-            "batch_size": 128,
+            "batch_size": chosen.batch_size,
             "train_images": chosen.train_images,
             "test_images": chosen.test_images,
             "augment": experiment(name).augmentation if augmented else None,
