@@ -28,11 +28,11 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -m "not slow" --cov --cov-report=term
+	$(BIN)/pytest -n auto -m "not slow" --cov --cov-report=term
 
 test-all: lint
 	$(PIP_INSTALL) -e ".[dev,benchmarks]"
-	$(BIN)/pytest --cov --cov-report=term
+	$(BIN)/pytest -n auto --cov --cov-report=term
 
 clean:
 	rm -rf $(VENV) .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
