@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from rlsprune.cli import main
+from rlsprune.data.datasets import Dataset, Split
 from rlsprune.experiments.config import make_config
 from rlsprune.experiments.run import run
 from rlsprune.train.folder import RunFolder
+from rlsprune.train.method import Retained
+from rlsprune.train.observer import Observer
 
 KILLED_IN_EPOCH = 3
 
@@ -65,6 +69,40 @@ def test_killed_and_resumed_run_ends_with_the_same_numbers(tmp_path: Path, tiny:
     assert without_times(broken.read_lines("metrics")) == without_times(whole.read_lines("metrics"))
     assert broken.read_lines("events") == whole.read_lines("events")
     assert whole.read_lines("events"), "nothing was pruned, so nothing was tested"
+    assert_same_tensors(broken.model, whole.model)
+
+
+class Interrupt(Observer):
+    """Ctrl-C in the second epoch."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
+        self.epochs += 1
+
+    def batch(self, number: int, loss: torch.Tensor) -> None:
+        if self.epochs == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rls-paper", "net-slimming"])
+def test_convolutions_resume_in_the_same_memory_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (96, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    split = Split(images, torch.arange(96) % 10)
+    monkeypatch.setattr("rlsprune.data.load", lambda *_: Dataset("cifar10", tuple("0123456789"), split, split))
+    config = make_config("cifar10-vgg", method, epochs=3, warmup_epochs=0, train_images=64, test_images=50, threads=1)
+    whole, broken = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "broken")
+    run(config, whole)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, broken, Interrupt())
+    run(config, broken)
+    assert whole.read_lines("events"), "nothing was pruned, so nothing was tested"
+    assert without_times(broken.read_lines("metrics")) == without_times(whole.read_lines("metrics"))
     assert_same_tensors(broken.model, whole.model)
 
 
