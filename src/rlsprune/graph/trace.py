@@ -182,10 +182,11 @@ def _producers(slots: Slots, seen: Observation, unit: dict[Axis, list[int]]) -> 
 
 def _group(name: str, slots: Slots, seen: Observation, units: list[dict[Axis, list[int]]]) -> Group:
     by_side: dict[Side, list[Member]] = {"out": [], "both": [], "in": []}
-    for axis in sorted(units[0], key=lambda axis: (seen.order.get(slots.owner[axis][0], len(seen.order)), axis)):
+    positions = {axis: seen.order.get(slots.owner[axis][0], len(seen.order)) for axis in units[0]}
+    for axis in sorted(units[0], key=lambda axis: (positions[axis], axis)):
         module, dim = slots.owner[axis]
         index = torch.tensor([unit[axis] for unit in units], dtype=torch.long)
-        by_side[axis[1]].append(Member(axis[0], module, axis[1], index, dim))
+        by_side[axis[1]].append(Member(axis[0], module, axis[1], index, dim, positions[axis]))
     return Group(name, len(units), False, tuple(by_side["out"]), tuple(by_side["both"]), tuple(by_side["in"]))
 
 

@@ -7,6 +7,7 @@ nodes is chosen. Which units are chosen is up to :mod:`rlsprune.prune.select`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -128,20 +129,13 @@ def _scales(member: Member) -> Tensor:
 
 
 def _following_norms(group: Group) -> list[Member | None]:
-    """For each producer the batch norm right behind it: in the same block, registered next after it."""
-    norms = [member for member in group.carriers if isinstance(member.module, _BatchNorm) and member.side == "both"]
-    found: list[Member | None] = []
-    for member in group.producers:
-        parent = member.name.rpartition(".")[0]
-        behind = [norm for norm in norms if norm.name.rpartition(".")[0] == parent and _order(norm) > _order(member)]
-        found.append(min(behind, key=_order, default=None))
-    return found
-
-
-def _order(member: Member) -> tuple[int, str]:
-    """Registration order of siblings: conv1 < bn1 < conv2 sorts by number, and a norm behind the layer it follows."""
-    digits = "".join(character for character in member.name.rpartition(".")[2] if character.isdigit())
-    return (int(digits or 0), "b" if isinstance(member.module, _BatchNorm) else "a")
+    """For each producer the batch norm behind it: the first one called after it, before the next producer is."""
+    norms = [member for member in group.carriers if isinstance(member.module, _BatchNorm)]
+    starts = [*(member.position for member in group.producers), math.inf]
+    return [
+        next((norm for norm in norms if producer.position < norm.position < end), None)
+        for producer, end in zip(group.producers, starts[1:], strict=True)
+    ]
 
 
 def _mean(scores: list[Tensor]) -> list[Tensor]:

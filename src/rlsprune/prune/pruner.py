@@ -115,8 +115,7 @@ class Pruner:
             dict(target or {}),
         )
         self._ignore, self._on_prune = ignore, on_prune
-        self._known_graph: ChannelGraph | None = None
-        self._graph  # noqa: B018 — found now, so that a model that cannot be pruned is refused here
+        self._known_graph: ChannelGraph | None = self._find_graph()
         exact = self._settings.needs_inverse and statistics == "exact"
         self._statistics = InputStatistics(model) if exact else None
         self._copies: list[nn.Module] = []
@@ -335,13 +334,16 @@ class Pruner:
     @property
     def _graph(self) -> ChannelGraph:
         if self._known_graph is None:
-            graph = find_groups(self.model, self.example_inputs, self._ignore)
-            if not graph.groups:
-                reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
-                raise ValueError(f"the model has nothing to prune. {reasons}")
-            self._settings.check_names(graph)
-            self._known_graph = graph
+            self._known_graph = self._find_graph()
         return self._known_graph
+
+    def _find_graph(self) -> ChannelGraph:
+        graph = find_groups(self.model, self.example_inputs, self._ignore)
+        if not graph.groups:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
+            raise ValueError(f"the model has nothing to prune. {reasons}")
+        self._settings.check_names(graph)
+        return graph
 
     def _inverses(self, name: str) -> list[Inverse]:
         """P of each group of a layer, from where ``statistics`` says."""
