@@ -75,7 +75,7 @@ def _vgg(
 ) -> Experiment:
     # In the few hundred steps that batches of 128 would make of so few images, momentum SGD does not even leave its
     # first plateau, and there would be nothing to compare.
-    short = Preset(10, 3, train_images=4000, test_images=2000, batch_size=32)
+    short = Preset(10, 3, train_images=5000, test_images=2000, batch_size=32)
     presets = {"short": short, "paper": paper}
     return Experiment(name, title, dataset, "mini-vgg", augmentation, table, 0.5, 0.5, 0.3, presets)
 
