@@ -96,5 +96,5 @@ def test_paper_s_columns_agree_with_themselves(table: int, nodes: tuple[int, ...
     for method, column in TABLES[table].items():
         for full, shares in ((nodes, column.nodes), (weights, column.weights)):
             share = sum(n * s for n, s in zip(full, shares[:-1], strict=True)) / sum(full)
-            # Layers and total are rounded to 0.1 each.
-            assert share == pytest.approx(shares[-1], abs=0.1), (method, full)
+            # Layers and total are printed to 0.1 each, some of them cut rather than rounded.
+            assert share == pytest.approx(shares[-1], abs=0.11), (method, full)

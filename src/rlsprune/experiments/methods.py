@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,7 +68,7 @@ class RLSPruning(NoPruning):
         pruning: PruningSettings,
     ) -> None:
         super().__init__(model, example_inputs)
-        self._last_prune = config.epochs - int(config.epochs * pruning.settle)
+        self._last_prune = config.epochs - math.ceil(config.epochs * pruning.settle)
         self.pruner = Pruner(
             model,
             optimizer,
