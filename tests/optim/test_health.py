@@ -71,7 +71,7 @@ def test_where_the_host_does_not_wait_a_fault_is_masked_and_reported_later(
 ) -> None:
     model, optimizer = prepared("raise", forgetting)
     before = snapshot(model, optimizer)
-    monkeypatch.setattr("rlsprune.optim.rls.host_waits", lambda device: True)
+    monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
     monkeypatch.setattr("rlsprune.optim.recorder.host_waits", lambda device: True)
     fault(model, torch.rand(4, 30)).backward()
     optimizer.step()
@@ -86,7 +86,7 @@ def test_the_masked_step_is_the_plain_step_when_all_is_well(monkeypatch: pytest.
     inputs = torch.rand(4, 30)
     for m, o in ((model, optimizer), (twin, twin_optimizer)):
         if m is twin:
-            monkeypatch.setattr("rlsprune.optim.rls.host_waits", lambda device: True)
+            monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
         m(inputs).square().mean().backward()
         o.step()
     torch.testing.assert_close(snapshot(model, optimizer), snapshot(twin, twin_optimizer))

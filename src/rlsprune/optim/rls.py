@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from rlsprune.optim.functional import host_waits
+from rlsprune._arguments import check_argument
+from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.health import LayerHealth, layer_health
 from rlsprune.optim.layer_step import (
     INVERSE,
@@ -98,16 +99,18 @@ class RLS(Optimizer):
                 way nothing has changed. On an accelerator the fault is reported at the next step, since looking at
                 once would make the host wait.
         """
-        _check("lr", lr, lr >= 0, "a number ≥ 0")
-        _check("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
-        _check("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
-        _check("mean_scale", mean_scale, 0 < mean_scale < math.inf, "a number > 0")
-        _check("p0", p0, 0 < p0 < math.inf, "a number > 0")
-        _check("weight_decay", weight_decay, weight_decay >= 0, "a number ≥ 0")
-        _check("fallback_lr", fallback_lr, fallback_lr >= 0, "a number ≥ 0")
-        _check("block_size", block_size, block_size is None or block_size >= 1, "None or at least 1")
-        _check("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
-        _check("dtype", dtype, dtype in (None, torch.float32, torch.float64), "None, torch.float32 or torch.float64")
+        check_argument("lr", lr, lr >= 0, "a number ≥ 0")
+        check_argument("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+        check_argument("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
+        check_argument("mean_scale", mean_scale, 0 < mean_scale < math.inf, "a number > 0")
+        check_argument("p0", p0, 0 < p0 < math.inf, "a number > 0")
+        check_argument("weight_decay", weight_decay, weight_decay >= 0, "a number ≥ 0")
+        check_argument("fallback_lr", fallback_lr, fallback_lr >= 0, "a number ≥ 0")
+        check_argument("block_size", block_size, block_size is None or block_size >= 1, "None or at least 1")
+        check_argument("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
+        check_argument(
+            "dtype", dtype, dtype in (None, torch.float32, torch.float64), "None, torch.float32 or torch.float64"
+        )
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"RLS takes the module itself, not {type(model).__name__}: pass model, not model.parameters()"
@@ -116,10 +119,10 @@ class RLS(Optimizer):
             raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
 
         parts = divide(model)
-        self._block_size, self._on_fault, self._fallback_lr = block_size, on_fault, fallback_lr
+        self._block_size, self._fallback_lr = block_size, fallback_lr
+        self._faults = FaultWatch(on_fault)
         self._recorders = {name: Recorder(dtype) for name in parts.layers}
         self._probes: dict[str, Tensor] = {}
-        self._checks: list[tuple[str, Tensor]] = []
         self._unseen: set[str] = set()
         self._handles: list[RemovableHandle] | None = []
 
@@ -170,7 +173,7 @@ class RLS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._report_faults()
+        self._faults.report()
         device = self.param_groups[0]["params"][0].device.type
         try:
             with torch.autocast(device, enabled=False):  # P is never touched in half precision
@@ -193,16 +196,9 @@ class RLS(Optimizer):
 
         checks = [(f"{what} of layer {step.group['name']!r}", ok) for step in steps for what, ok in step.checks.items()]
         checks += [(f"the gradient in group {group.get('name')!r}", all_finite([grad])) for group, _, grad in plain]
-        self._checks = checks
-        # Looking at a flag on an accelerator makes the host wait for it, so there the step is masked on the device and
-        # a fault is reported at the next step.
-        gates: dict[torch.device, Tensor | None] = dict.fromkeys(ok.device for _, ok in checks)
-        if any(host_waits(device) for device in gates):
-            for device in gates:
-                gates[device] = torch.stack([ok.to(device, non_blocking=True) for _, ok in checks]).all()
-        elif self._report_faults():
+        gates = self._faults.gates(checks)
+        if gates is None:
             return
-
         for step in steps:
             for p in step.group["params"]:
                 self._velocity(p, step.blocks[0].dtype)
@@ -257,22 +253,6 @@ class RLS(Optimizer):
             probe = self._probes[name] = torch.randn(size, generator=generator, dtype=like.dtype)
         return probe
 
-    def _report_faults(self) -> bool:
-        """Raises or warns if a check of the last step failed; True if one did."""
-        failed = [what for what, ok in self._checks if not ok]
-        self._checks = []
-        if not failed:
-            return False
-        message = (
-            f"not finite: {failed[0]}{f' (and {len(failed) - 1} more)' if len(failed) > 1 else ''}. Weights and P are "
-            "as before that step. Check the data and the loss, or lower lr; optimizer.check() tells the health "
-            "of P and optimizer.reset() renews it"
-        )
-        if self._on_fault == "raise":
-            raise FloatingPointError(message)
-        warnings.warn(f"step skipped, {message}", stacklevel=4)
-        return True
-
     # --- P ------------------------------------------------------------------------------------------------------------
 
     def inverse(self, name: str) -> Tensor:
@@ -314,7 +294,7 @@ class RLS(Optimizer):
 
     def check(self) -> dict[str, LayerHealth]:
         """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ per layer."""
-        self._report_faults()
+        self._faults.report()
         return {name: layer_health(name, blocks) for name in self._recorders if (blocks := self._blocks(name))}
 
     def memory_usage(self) -> dict[str, int]:
@@ -374,22 +354,17 @@ class RLS(Optimizer):
             raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {p[0].numel()}")
 
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("_recorders", "_handles", "_block_size", "_on_fault", "_fallback_lr")
+        keys = ("_recorders", "_handles", "_block_size", "_faults", "_fallback_lr")
         return super().__getstate__() | {key: self.__dict__[key] for key in keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_probes": {}, "_checks": [], "_unseen": set()} | state)
+        super().__setstate__({"_probes": {}, "_unseen": set()} | state)
 
     def close(self) -> None:
         """Removes the hooks from the model. The state stays readable; further steps raise."""
         for handle in self._handles or ():
             handle.remove()
         self._handles = None
-
-
-def _check(name: str, value: object, valid: bool, expected: str) -> None:
-    if not valid:
-        raise ValueError(f"{name}={value!r} is not valid: it must be {expected}")
 
 
 def dense_gradient(name: str | None, parameter: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlsprune._arguments import check_argument
 from rlsprune.optim import functional
 from rlsprune.optim.inverse import DenseInverse, Inverse, exact_device, from_rows
 from rlsprune.optim.layers import Layer, is_layer, mean_input
@@ -58,8 +59,7 @@ class InputStatistics:
             p0: P starts at p0·I, of kind ``"mean"``.
             damping: Of kind ``"exact"``: added to the autocorrelation's diagonal, as a share of its mean.
         """
-        if kind not in ("exact", "mean"):
-            raise ValueError(f"kind={kind!r} is not valid: it must be 'exact' or 'mean'")
+        check_argument("kind", kind, kind in ("exact", "mean"), "'exact' or 'mean'")
         self._mean_scale, self._p0, self._damping = mean_scale, p0, damping
         self._everything = False
         collector = RowSample if kind == "exact" else _MeanInverse

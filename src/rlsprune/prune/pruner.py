@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlsprune import io
+from rlsprune._arguments import check_argument
 from rlsprune._model import ExampleInputs, as_call
 from rlsprune.graph import ChannelGraph, Group, find_groups
 from rlsprune.inputs import kept_inputs, strip_inputs
@@ -96,9 +97,8 @@ class Pruner:
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
         """
-        for name, value, least in (("warmup_epochs", warmup_epochs, 0), ("patience", patience, 1)):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value!r} is not valid: it must be at least {least}")
+        check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
+        check_argument("patience", patience, patience is None or patience >= 1, "None or at least 1")
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
         self.model, self.optimizer, self.example_inputs = model, optimizer, example_inputs

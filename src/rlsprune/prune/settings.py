@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.optim import Optimizer
 
+from rlsprune._arguments import check_argument
 from rlsprune.graph import ChannelGraph, Group
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import NAMES, Criterion
@@ -35,17 +36,17 @@ class Settings:
             raise ValueError("LBFGS keeps its state in one flat vector that cannot be cut: use another optimizer")
         for name, value in self.ratio.items() if isinstance(self.ratio, Mapping) else [("", self.ratio)]:
             where = f"ratio[{name!r}]" if name else "ratio"
-            _check(where, value, 0 < value < 1, "in (0, 1)")
+            check_argument(where, value, 0 < value < 1, "in (0, 1)")
         given = self.input_ratio
-        _check("input_ratio", given, given is None or 0 <= given < 1, "None or in [0, 1)")
+        check_argument("input_ratio", given, given is None or 0 <= given < 1, "None or in [0, 1)")
         known = callable(self.criterion) or self.criterion in NAMES
-        _check("criterion", self.criterion, known, f"one of {', '.join(NAMES)}, or a callable")
-        _check("inverse", self.inverse, self.inverse in ("schur", "slice"), "'schur' or 'slice'")
-        _check("statistics", self.statistics, self.statistics in ("exact", "training"), "'exact' or 'training'")
-        _check("min_channels", self.min_channels, self.min_channels >= 1, "at least 1")
-        _check("round_to", self.round_to, self.round_to >= 1, "at least 1")
+        check_argument("criterion", self.criterion, known, f"one of {', '.join(NAMES)}, or a callable")
+        check_argument("inverse", self.inverse, self.inverse in ("schur", "slice"), "'schur' or 'slice'")
+        check_argument("statistics", self.statistics, self.statistics in ("exact", "training"), "'exact' or 'training'")
+        check_argument("min_channels", self.min_channels, self.min_channels >= 1, "at least 1")
+        check_argument("round_to", self.round_to, self.round_to >= 1, "at least 1")
         for what, share in self.target.items():
-            _check("target", self.target, what in TARGETS and 0 < share < 1, f"{'/'.join(TARGETS)} → in (0, 1)")
+            check_argument("target", self.target, what in TARGETS and 0 < share < 1, f"{'/'.join(TARGETS)} → in (0, 1)")
         if self.statistics == "training" and self.needs_inverse and not isinstance(self.optimizer, RLS):
             raise ValueError(
                 f"statistics='training' is RLS's own P, and the optimizer is {type(self.optimizer).__name__}: "
@@ -84,8 +85,3 @@ class Settings:
 
 def _names(group: Group) -> list[str]:
     return [group.name, *(member.name for member in group.producers)]
-
-
-def _check(name: str, value: object, valid: bool, expected: str) -> None:
-    if not valid:
-        raise ValueError(f"{name}={value!r} is not valid: it must be {expected}")
