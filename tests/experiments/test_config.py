@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsprune.experiments.config import PAPER, RunConfig, make_config
+from rlsprune.experiments.config import PAPER, RLS_TRAINING, RunConfig, TrainingSettings, make_config
 from rlsprune.experiments.paper import TABLES
 from rlsprune.experiments.plan import COMPARED, comparison, sweep, twin_of
 from rlsprune.experiments.registry import BASELINES, EXPERIMENTS, METHODS
@@ -26,6 +26,11 @@ def test_paper_preset_is_the_paper_s() -> None:
         assert config.gate == "batch"
         assert make_config(name, "l1-norm", preset="paper").prune_epoch == 31
     assert make_config("cifar10-vgg", preset="paper").augment == "crop+flip"
+
+
+def test_training_settings_outside_their_range_are_named() -> None:
+    with pytest.raises(ValueError, match=r"input_noise 1\.0"):
+        TrainingSettings(input_noise=1.0)
 
 
 def test_rivals_are_trained_by_momentum_and_ours_by_rls() -> None:
@@ -72,7 +77,14 @@ def test_comparison_has_a_twin_for_every_method_and_scratch_waits_for_rls(tmp_pa
 
 
 def test_scratch_alone_brings_rls_along(tmp_path: Path) -> None:
-    assert [run.label for run in comparison("mnist-fnn", ["scratch"], [0], tmp_path)] == ["none-rls", "rls", "scratch"]
+    labels = [run.label for run in comparison("mnist-fnn", ["scratch"], [0], tmp_path)]
+    assert labels == ["rls-unpruned", "rls", "scratch"]
+
+
+def test_unpruned_twin_of_rls_is_trained_like_it_and_that_of_the_paper_like_the_paper(tmp_path: Path) -> None:
+    runs = {run.label: run.config for run in comparison("mnist-fnn", ["rls", "rls-paper", "scratch"], [0], tmp_path)}
+    assert runs["rls-unpruned"].training == runs["rls"].training == runs["scratch"].training == RLS_TRAINING
+    assert runs["none-rls"].training == runs["rls-paper"].training == TrainingSettings()
 
 
 def test_slimming_s_twin_keeps_its_batch_norm_and_never_prunes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experiment
 
-__all__ = ["PAPER", "RLS_DEFAULTS", "PruningSettings", "RunConfig", "make_config"]
+__all__ = ["PAPER", "RLS_DEFAULTS", "RLS_TRAINING", "PruningSettings", "RunConfig", "TrainingSettings", "make_config"]
 
 GATES = ("train", "batch", "valid")
 LOSSES = ("mse", "cross-entropy")
@@ -30,6 +30,10 @@ class PruningSettings:
     patience: int | None
     settle: float
     """The last share of the epochs, in which nothing is pruned any more."""
+    tolerance: float
+    """How far above the loss at the last prune, as a share of it, the gate still opens; 0 for below it."""
+    target: float | None
+    """The share of the parameters at which pruning ends; None for no end but the gate's."""
 
 
 PAPER = PruningSettings(
@@ -41,20 +45,43 @@ PAPER = PruningSettings(
     statistics="training",
     patience=None,
     settle=0.0,
+    tolerance=0.0,
+    target=None,
 )
 """The paper to the letter."""
 
 RLS_DEFAULTS = PruningSettings(
-    ratio=0.2,
+    ratio=0.25,
     gate="valid",
     criterion="obs",
     compensate=True,
     inverse="schur",
     statistics="exact",
-    patience=10,
-    settle=0.2,
+    patience=3,
+    settle=0.4,
+    tolerance=0.05,
+    target=0.1,
 )
 """Ours."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How the network is trained, beyond the optimizer's own settings. As it stands: the paper's way."""
+
+    lr_decay: float = 0.0
+    """The last share of the epochs, in which the learning rate falls linearly to zero, batch by batch."""
+    input_noise: float = 0.0
+    """The share of the input values that are set to zero at random in training; the others are scaled up to match."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} {value} is not valid: it must be in [0, 1)")
+
+
+RLS_TRAINING = TrainingSettings(lr_decay=0.4, input_noise=0.1)
+"""Ours: of `rls`, of its unpruned twin and of `scratch`."""
 
 HELD_OUT_SHARE = 1 / 12
 """Of the training images, for the gate "valid"; of MNIST's that makes 5,000."""
@@ -83,6 +110,7 @@ class RunConfig:
     threads: int
     pruning: PruningSettings | None
     """None for methods that are not ours."""
+    training: TrainingSettings
     shape_from: str | None
     """The run folder that `scratch` takes its shape from."""
     data_dir: str | None
@@ -118,7 +146,11 @@ class RunConfig:
             odd = ", ".join(sorted(set(values) ^ names))
             raise ValueError(f"this is not the config of a run of this version: {odd} is unknown or missing")
         pruning = values["pruning"]
-        return cls(**{**values, "pruning": None if pruning is None else PruningSettings(**pruning)})
+        parts = {
+            "pruning": None if pruning is None else PruningSettings(**pruning),
+            "training": TrainingSettings(**values["training"]),
+        }
+        return cls(**{**values, **parts})
 
     def differences(self, other: RunConfig) -> list[str]:
         """In words, where two configs would give other numbers; where the data lie does not matter."""
@@ -185,6 +217,7 @@ def make_config(
             "prune_epoch": None if unpruned else prune_epoch,
             "gate": gate or (ours.gate if ours else "train"),
             "pruning": ours,
+            "training": RLS_TRAINING if method in ("rls", "scratch") else TrainingSettings(),
             "seed": 0,
             "epochs": chosen.epochs,
             "loss": "mse",

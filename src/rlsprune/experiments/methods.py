@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ class RLSPruning(NoPruning):
         pruning: PruningSettings,
     ) -> None:
         super().__init__(model, example_inputs)
-        self._last_prune = config.epochs - math.ceil(config.epochs * pruning.settle)
+        self._tolerance = pruning.tolerance
+        # However short the run, it prunes once.
+        self._last_prune = max(config.warmup_epochs + 1, config.epochs - math.ceil(config.epochs * pruning.settle))
         self.pruner = Pruner(
             model,
             optimizer,
@@ -80,6 +83,7 @@ class RLSPruning(NoPruning):
             inverse=pruning.inverse,
             statistics=pruning.statistics,
             patience=pruning.patience,
+            target=None if pruning.target is None else {"params": pruning.target},
         )
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
@@ -87,8 +91,11 @@ class RLSPruning(NoPruning):
         seen = len(self.pruner.history)
         if epoch > self._last_prune:
             self.pruner.done = True  # steps still tell it whether the network has recovered
-        self.pruner.step(loss)
-        return self._newest(seen)
+        # The pruner wants less than at the last prune. In units that grow with every prune, that is the tolerance.
+        prunes = sum(event.kind == "prune" for event in self.pruner.history)
+        self.pruner.step(loss / (1 + self._tolerance) ** prunes)
+        event = self._newest(seen)
+        return None if event is None else replace(event, loss=loss)
 
     def finish(self) -> PruneEvent | None:
         """Goes back to the last network that had recovered, if this one has not."""

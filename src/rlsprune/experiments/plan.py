@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsprune.experiments.config import RunConfig, make_config
+from rlsprune.experiments.config import RLS_TRAINING, RunConfig, make_config
 from rlsprune.experiments.registry import METHODS
 
 __all__ = ["COMPARED", "TWINS", "PlannedRun", "comparison", "sweep", "twin_of"]
@@ -16,6 +16,7 @@ COMPARED = tuple(method for method in METHODS if method != "none")
 """What a comparison compares."""
 
 TWINS: dict[str, dict[str, Any]] = {
+    "rls-unpruned": {"method": "none", "optimizer": "rls", "training": RLS_TRAINING},
     "none-rls": {"method": "none", "optimizer": "rls"},
     "none-sgd": {"method": "none", "optimizer": "sgd"},
     "net-slimming-unpruned": {"method": "net-slimming", "unpruned": True},
@@ -39,7 +40,7 @@ def twin_of(method: str) -> str:
     """The unpruned twin of a method."""
     if method == "net-slimming":
         return "net-slimming-unpruned"
-    return "none-rls" if method in ("rls", "rls-paper", "scratch") else "none-sgd"
+    return {"rls": "rls-unpruned", "scratch": "rls-unpruned", "rls-paper": "none-rls"}.get(method, "none-sgd")
 
 
 def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Path, **options: Any) -> list[PlannedRun]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune import data, io
 from rlsprune.data.datasets import Dataset, Split, stratified_choice
@@ -111,6 +112,7 @@ class _Session:
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = build_optimizer(config, self.model)
+        self.scheduler = LambdaLR(self.optimizer, self._lr_factor)
         self.method = build_method(config, self.model, self.optimizer, self.example)
         if saved is not None:
             self._restore(*saved)
@@ -119,8 +121,13 @@ class _Session:
     def epoch(self, observer: Observer) -> None:
         """Trains one epoch, prunes perhaps, and leaves a checkpoint."""
         started, epoch = time.perf_counter(), self.done + 1
+
+        def on_batch(number: int, loss: Tensor) -> None:
+            self.scheduler.step()
+            observer.batch(number, loss)
+
         losses = train_epoch(
-            self.model, self.optimizer, self._inputs(self.batches), self.loss_function, self.method, observer.batch
+            self.model, self.optimizer, self._noisy(self.batches), self.loss_function, self.method, on_batch
         )
         gate_loss = {"train": losses.mean, "batch": losses.last}.get(self.config.gate)
         if gate_loss is None:
@@ -200,6 +207,22 @@ class _Session:
         """As the network takes them: images, or flat features."""
         return ((images if self.channels_last else images.flatten(1), labels) for images, labels in batches)
 
+    def _noisy(self, batches: data.Batches) -> Iterator[Batch]:
+        """As the network takes them in training."""
+        share = self.config.training.input_noise
+        for inputs, labels in self._inputs(batches):
+            if share:
+                # Drawn on the CPU, whose random state the checkpoint has, so that a run goes on alike on every device.
+                kept = (torch.rand(inputs.shape) >= share).to(inputs.device)
+                inputs = inputs * kept / (1 - share)
+            yield inputs, labels
+
+    def _lr_factor(self, step: int) -> float:
+        """Of the learning rate, at a step counted from the beginning of the run."""
+        steps = self.config.epochs * len(self.batches)
+        falling = self.config.training.lr_decay * steps
+        return min(1.0, (steps - step) / falling) if falling else 1.0
+
     def _flops(self) -> int:
         return count(self.model, self.example)[1]
 
@@ -210,6 +233,7 @@ class _Session:
     def _state(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
             "method": self.method.state_dict(),
             "batches": self.batches.state_dict(),
             "record": self.record.state_dict(),
@@ -218,6 +242,7 @@ class _Session:
 
     def _restore(self, epoch: int, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
         self.method.load_state_dict(state["method"])
         self.batches.load_state_dict(state["batches"])
         self.record.load_state_dict(state["record"])
