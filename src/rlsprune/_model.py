@@ -43,7 +43,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
-    """A copy of the unwrapped model without this package's training hooks; input selectors and the user's hooks stay.
+    """A copy of the unwrapped model without training hooks; input selectors and the user's forward hooks stay.
 
     Args:
         model: Left as it is.
@@ -59,6 +59,8 @@ def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
             memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_training_hook(hook))
         for hooks in (module._backward_hooks, module._backward_pre_hooks):
             memo[id(hooks)] = OrderedDict()
+        # An activation that the model keeps for later cannot be copied, being part of a graph.
+        memo.update((id(value), value.detach()) for value in vars(module).values() if _is_activation(value))
     if share_parameters:
         memo.update((id(parameter), parameter) for parameter in model.parameters())
     with torch.no_grad():
@@ -96,6 +98,10 @@ def plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _is_activation(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf
 
 
 def _is_training_hook(hook: Callable[..., Any]) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from rlsprune import fit
 from rlsprune._model import unwrap
+from rlsprune._tensors import memory_format
 from rlsprune.export import export_onnx, export_program
 from rlsprune.files import FileError, quoted, replacing
 from rlsprune.inputs import check_kept, full_in_features, kept_inputs, set_kept_inputs
@@ -263,10 +264,5 @@ def _on_devices(own: dict[str, Tensor], sources: dict[str, str], tensors: dict[s
             fresh[name] = fresh[first[id(target)]]
             continue
         tensor = tensors[sources[name]].to(target.device, copy=sources[name] != name)
-        for layout in (torch.channels_last, torch.channels_last_3d):
-            if target.dim() == (4 if layout == torch.channels_last else 5) and not target.is_contiguous():
-                tensor = (
-                    tensor.contiguous(memory_format=layout) if target.is_contiguous(memory_format=layout) else tensor
-                )
-        fresh[name] = tensor
+        fresh[name] = tensor.contiguous(memory_format=memory_format(target))
     return fresh

@@ -150,6 +150,7 @@ def test_state_dict_loads_in_a_new_process(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
     script = (
         "import sys, torch, rlsprune; sys.path.insert(0, sys.argv[1]); import test_contract as t\n"
+        "torch.set_num_threads(1)\n"
         "saved = torch.load(sys.argv[2], weights_only=True); model = t.make_model(); optimizer = rlsprune.RLS(model)\n"
         "model.load_state_dict(saved['model']); optimizer.load_state_dict(saved['optimizer'])\n"
         "sys.stdout.write(repr(t.train(model, optimizer, seed=2)))"

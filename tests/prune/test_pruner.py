@@ -380,7 +380,7 @@ def test_pruning_stops_at_the_target_and_not_far_below_it(what: str) -> None:
 
 def test_a_latency_target_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     timings = iter([10.0, 9.0, 6.0, *[4.0] * 20])
-    monkeypatch.setattr("rlsprune.prune.pruner.latency", lambda *_: (next(timings), 0.0))
+    monkeypatch.setattr("rlsprune.prune.budget.latency", lambda *_: (next(timings), 0.0))
     model, optimizer = trained(fnn)
     pruner = make_pruner(model, optimizer, target={"latency": 0.5}, ratio=0.2, patience=None, statistics="training")
     pruned = [pruner.step(1 / (epoch + 1)) is not None for epoch in range(4)]

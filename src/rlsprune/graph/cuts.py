@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rlsprune._tensors import complement, memory_format
 from rlsprune.graph.groups import Group, Member, removed_channels, unit_index
 from rlsprune.graph.layers import axis_of, join
 
@@ -47,26 +48,17 @@ def cut(tensor: Tensor, dims: dict[int, Tensor]) -> Tensor:
     result = tensor.detach()
     for dim, keep in dims.items():
         result = result.index_select(dim, keep.to(tensor.device))
-    return result.contiguous(memory_format=_memory_format(tensor))
-
-
-def _memory_format(tensor: Tensor) -> torch.memory_format:
-    candidates = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if tensor.ndim in candidates and not tensor.is_contiguous():
-        wanted = candidates[tensor.ndim]
-        if tensor.is_contiguous(memory_format=wanted):
-            return wanted
-    return torch.contiguous_format
+    return result.contiguous(memory_format=memory_format(tensor))
 
 
 def _cut_member(cuts: Cuts, member: Member, gone: Tensor) -> None:
     if member.dim is not None:
         parameter = member.module._parameters[member.name.rpartition(".")[2]]
         assert parameter is not None
-        _cut_tensor(cuts, member.name, parameter, member.dim, _others(parameter.shape[member.dim], gone))
+        _cut_tensor(cuts, member.name, parameter, member.dim, complement(parameter.shape[member.dim], gone))
         return
     axis = axis_of(member.module, member.side)
-    keep = _others(axis.size, gone)
+    keep = complement(axis.size, gone)
     for slab in axis.slabs:
         tensor = {**member.module._buffers, **member.module._parameters}.get(slab.tensor)
         if tensor is not None:
@@ -80,9 +72,3 @@ def _cut_member(cuts: Cuts, member: Member, gone: Tensor) -> None:
 def _cut_tensor(cuts: Cuts, name: str, tensor: Tensor, dim: int, keep: Tensor) -> None:
     cuts.tensors.setdefault(name, {})[dim] = keep
     cuts.shapes[name] = tensor.shape
-
-
-def _others(size: int, gone: Tensor) -> Tensor:
-    keep = torch.ones(size, dtype=torch.bool)
-    keep[gone] = False
-    return keep.nonzero().flatten()

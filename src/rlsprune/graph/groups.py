@@ -26,8 +26,8 @@ class Member:
     """(units × k): the channels on that side that belong to each unit, ascending."""
     dim: int | None = None
     """For a parameter that stands by itself, the dimension along which its channels lie."""
-    position: int = 0
-    """When the layer is first called, counted over all modules of the network."""
+    reads: nn.Module | None = None
+    """The module whose output the layer is called with, where that is known."""
 
     @property
     def axis(self) -> Axis:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from rlsprune._model import ExampleInputs, as_call
 
@@ -64,6 +65,8 @@ class Observation:
     order: dict[nn.Module, int]
     """Module → position of its first call."""
     calls: dict[nn.Module, int]
+    sources: dict[nn.Module, nn.Module]
+    """Module → the module whose output it was first called with, where that is one."""
     inputs: dict[str, RawInput]
 
 
@@ -76,14 +79,24 @@ def observe(model: nn.Module, call: Call) -> Observation:
     order: dict[nn.Module, int] = {}
     calls: dict[nn.Module, int] = {}
 
-    def count(module: nn.Module, _: Any) -> None:
+    sources: dict[nn.Module, nn.Module] = {}
+    # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
+    made: dict[int, tuple[nn.Module, Tensor]] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
         order.setdefault(module, len(order))
         calls[module] = calls.get(module, 0) + 1
+        if args and id(args[0]) in made:
+            sources.setdefault(module, made[id(args[0])][0])
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not list(module.children()):
+            made[id(output)] = (module, output)
 
     raw = call.named_tensors()
     watch = _RawInputs(model, raw)
     # Without gradients, hooks that watch the training (ours, say) do not take part and are not taken for readers.
-    with torch.no_grad(), hooked(model.modules(), count), watch:
+    with torch.no_grad(), hooked(model.modules(), enter, leave), watch:
         try:
             output = model(*call.args, **call.kwargs)
         except Exception as error:
@@ -92,7 +105,7 @@ def observe(model: nn.Module, call: Call) -> Observation:
             ) from error
     for tensor in output_tensors(output):
         watch.note(tensor, "the network's output")
-    return Observation(order, calls, watch.seen)
+    return Observation(order, calls, sources, watch.seen)
 
 
 def output_tensors(output: Any) -> list[Tensor]:
@@ -107,9 +120,15 @@ def output_tensors(output: Any) -> list[Tensor]:
 
 
 @contextmanager
-def hooked(modules: Any, hook: Callable[[nn.Module, Any], Any]) -> Iterator[None]:
-    """A forward pre-hook on these modules, for a while."""
-    handles = [module.register_forward_pre_hook(hook) for module in modules]
+def hooked(
+    modules: Iterable[nn.Module], before: Callable[..., Any], after: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """A forward pre-hook on these modules, and a forward hook if one is given, for a while."""
+    handles: list[RemovableHandle] = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(before))
+        if after is not None:
+            handles.append(module.register_forward_hook(after))
     try:
         yield
     finally:
@@ -145,7 +164,11 @@ class _RawInputs(TorchFunctionMode):
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if func is torch.nn.functional.linear and touched[0] is first and id(weight) in self._linear:
             self.seen[self._raw[id(first)][0]].readers.append(self._linear[id(weight)])
-        elif isinstance(result, Tensor) and touched[0] is first and _keeps_features(name, touched[0], args, kwargs):
+        elif (
+            isinstance(result, Tensor)
+            and touched[0] is first
+            and _keeps_features(name, touched[0], result.shape[-1], args, kwargs)
+        ):
             self._raw[id(result)] = (self._raw[id(first)][0], result)
         else:
             for tensor in touched:
@@ -153,9 +176,10 @@ class _RawInputs(TorchFunctionMode):
         return result
 
 
-def _keeps_features(name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _keeps_features(name: str, tensor: Tensor, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "index_select":
         # How a network that has already lost inputs picks those it kept.
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         return dim in (-1, tensor.ndim - 1)
-    return name in _SAME_FEATURES
+    # The features must stay one dimension: that of the tensor, or of the flattened image.
+    return name in _SAME_FEATURES and width in (tensor.shape[-1], tensor[0].numel())

@@ -1,4 +1,4 @@
-"""From torch-pruning's dependencies to groups. No other module knows torch-pruning."""
+"""From torch-pruning's dependencies to groups."""
 
 from __future__ import annotations
 
@@ -182,11 +182,10 @@ def _producers(slots: Slots, seen: Observation, unit: dict[Axis, list[int]]) -> 
 
 def _group(name: str, slots: Slots, seen: Observation, units: list[dict[Axis, list[int]]]) -> Group:
     by_side: dict[Side, list[Member]] = {"out": [], "both": [], "in": []}
-    positions = {axis: seen.order.get(slots.owner[axis][0], len(seen.order)) for axis in units[0]}
-    for axis in sorted(units[0], key=lambda axis: (positions[axis], axis)):
+    for axis in sorted(units[0], key=lambda axis: (seen.order.get(slots.owner[axis][0], len(seen.order)), axis)):
         module, dim = slots.owner[axis]
         index = torch.tensor([unit[axis] for unit in units], dtype=torch.long)
-        by_side[axis[1]].append(Member(axis[0], module, axis[1], index, dim, positions[axis]))
+        by_side[axis[1]].append(Member(axis[0], module, axis[1], index, dim, seen.sources.get(module)))
     return Group(name, len(units), False, tuple(by_side["out"]), tuple(by_side["both"]), tuple(by_side["in"]))
 
 

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rlsprune._tensors import complement
+
 # Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
 _DAMPINGS = (0.0, 1e-7, 1e-5)
 
@@ -157,15 +159,3 @@ def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
         if bool((info == 0).all()) and bool(factor.isfinite().all()):
             return torch.cholesky_solve(right, factor)
     raise FloatingPointError("P is not positive definite: optimizer.check() tells which layer's, reset() renews it")
-
-
-def complement(size: int, gone: Tensor) -> Tensor:
-    """The indices below ``size`` that are not in ``gone``."""
-    mask = torch.ones(size, dtype=torch.bool, device=gone.device)
-    mask[gone] = False
-    return mask.nonzero().flatten()
-
-
-def exact_device(device: torch.device) -> torch.device:
-    """Where to compute in float64 for tensors on this device."""
-    return torch.device("cpu") if device.type == "mps" else device

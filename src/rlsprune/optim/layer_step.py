@@ -106,7 +106,11 @@ class LayerStep:
             momentum = torch.where(gate, momentum, 1.0)
         self._move_velocities(state, momentum, scale, gate)
         for p in (self.weight, self.bias):
-            if p is not None and p.grad is not None:
+            if p is None:
+                continue
+            if p.grad is None:  # frozen: it gathers no speed
+                state[p][VELOCITY].zero_()
+            else:
                 step_parameter_(p, state[p][VELOCITY], lr * group["weight_decay"], gate)
         for P, u, excitation in zip(self.blocks, self.gains, self.excitations, strict=True):
             self._update_inverse(P, u, group["forgetting"] + group["mean_scale"] * excitation, gate)
@@ -176,7 +180,9 @@ def _grad(parameter: Tensor, gate: Tensor | None) -> Tensor:
 
 def all_finite(gradients: list[Tensor]) -> Tensor:
     """Whether all entries are finite, as a 0-dim bool: one NaN or infinity makes its tensor's sum one."""
-    return torch.stack([gradient.sum() for gradient in gradients]).isfinite().all()
+    # In half precision the sum of finite numbers may not be finite.
+    sums = [gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    return torch.stack(sums).isfinite().all()
 
 
 def match_gradient(

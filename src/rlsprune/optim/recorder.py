@@ -44,6 +44,11 @@ class Recorder:
         """Mean input over all rows collected, ``(groups, n)``, or None if no gradient arrived."""
         return None if self._sum is None else self._sum / self._rows
 
+    @property
+    def empty(self) -> bool:
+        """Whether gradients arrived, but only of batches without a single row."""
+        return self._sum is None and self._backward_id is not None
+
     def batch(self) -> tuple[Tensor, Tensor] | None:
         """The rows X and the gradients Δ at the layer's output with ``∇W = Δᵀ X``, if they were kept."""
         if not self._batches:
@@ -60,13 +65,12 @@ class Recorder:
     def observe(self, layer: Layer, inputs: Tensor, output: Tensor) -> None:
         """Called after a forward of the layer: averages its input and waits for the gradient."""
         leaf = next((p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad), None)
-        if leaf is None or not (torch.is_grad_enabled() and output.requires_grad):
+        if leaf is None or not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
         with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
             mean, rows = mean_input(layer, inputs.detach(), self.precision(layer.weight))
-        if rows:
-            kept = inputs.detach() if self._worth_keeping(layer, inputs, output, rows) else None
-            output.register_hook(_Arrival(self, leaf, mean, rows, kept))  # type: ignore[no-untyped-call]
+        kept = inputs.detach() if self._worth_keeping(layer, inputs, output, rows) else None
+        output.register_hook(_Arrival(self, leaf, mean, rows, kept))  # type: ignore[no-untyped-call]
 
     def _worth_keeping(self, layer: Layer, inputs: Tensor, output: Tensor, rows: int) -> bool:
         """Whether ``Δᵀ(X P)`` is cheaper than ``∇W P``, and X would be kept for the backward pass anyway."""
@@ -92,6 +96,8 @@ class Recorder:
         if grad_is_none and backward_id != self._backward_id:
             self.clear()
         self._backward_id = backward_id
+        if not rows:
+            return
         self._sum = mean * rows if self._sum is None else self._sum.to(mean.device).add_(mean, alpha=rows)
         self._rows += rows
         if batch is None:
@@ -108,7 +114,10 @@ class _Arrival:
         self.accumulator = get_gradient_edge(leaf).node
 
     def __call__(self, delta: Tensor) -> None:
-        if not torch._C._will_engine_execute_node(self.accumulator):
+        try:
+            if not torch._C._will_engine_execute_node(self.accumulator):
+                return
+        except RuntimeError:  # torch.autograd.grad of the parameter itself: nothing is accumulated in .grad
             return
         batch = None
         if self.inputs is not None:
@@ -132,5 +141,11 @@ class ForwardHook:
     def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """Hands the layer's input and output to the recorder."""
         recorder = None if self._recorder is None else self._recorder()
-        if recorder is not None:
+        if recorder is not None and not _exporting():
             recorder.observe(layer, args[0] if args else kwargs["input"], output)
+
+
+def _exporting() -> bool:
+    """Whether torch.export runs the model on tensors without values, of which nothing can be learnt."""
+    exporting: bool = getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 does not have it
+    return exporting

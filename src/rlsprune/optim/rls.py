@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune._arguments import check_argument
+from rlsprune._tensors import forget_compiled_code
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.health import LayerHealth, layer_health
 from rlsprune.optim.layer_step import (
@@ -139,6 +140,7 @@ class RLS(Optimizer):
             hook = ForwardHook(self._recorders[name])
             self._handles += [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
             self._warn_if_large(name, layers[0])
+        forget_compiled_code()
         for name, reason in parts.left_out.items():
             warnings.warn(f"layer {name!r} is trained by momentum SGD, not RLS: {reason}", stacklevel=2)
 
@@ -188,6 +190,8 @@ class RLS(Optimizer):
         plain: list[tuple[dict[str, Any], Tensor, Tensor]] = []
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
+            if group["preconditioned"] and self._recorders[group["name"]].empty:
+                continue  # no input, no step
             prepared = self._prepare(group) if trained and group["preconditioned"] else None
             if prepared is not None:
                 steps.append(prepared)
@@ -335,7 +339,7 @@ class RLS(Optimizer):
         for saved_group, group in zip(saved_groups, groups, strict=True):
             for key, p in zip(saved_group["params"], group["params"], strict=False):
                 saved = states[p] = state_dict["state"].get(key, {})
-                self._check_shapes(group["name"], p, saved)
+                self._check_shapes(group.get("name"), p, saved)
         super().load_state_dict(state_dict)
         for p, saved in states.items():  # torch has cast them to the parameter's dtype
             if INVERSE in saved:
@@ -343,7 +347,7 @@ class RLS(Optimizer):
             if VELOCITY in saved:
                 self.state[p][VELOCITY] = saved[VELOCITY].to(p.device, copy=True)
 
-    def _check_shapes(self, name: str, p: Tensor, saved: dict[str, Any]) -> None:
+    def _check_shapes(self, name: str | None, p: Tensor, saved: dict[str, Any]) -> None:
         if VELOCITY in saved and saved[VELOCITY].shape != p.shape:
             raise ValueError(
                 f"layer {name!r}: the saved velocity is of shape {tuple(saved[VELOCITY].shape)}, the parameter of "

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from rlsprune._tensors import exact
 from rlsprune.optim.layers import Layer
 
 # So many patches are cut from an image, so that not all images of a batch have to be padded.
@@ -84,10 +85,10 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
 def weight_matrix(layer: Layer) -> Tensor:
     """The layer's weight as the paper has it, ``(groups, n, out per group)`` in float64, with the bias as last row."""
     groups = getattr(layer, "groups", 1)
-    matrix = layer.weight.detach().double().reshape(groups, len(layer.weight) // groups, -1).mT
+    matrix = exact(layer.weight.detach()).reshape(groups, len(layer.weight) // groups, -1).mT
     if layer.bias is None:
         return matrix
-    return torch.cat([matrix, layer.bias.detach().double().view(groups, 1, -1)], dim=1)
+    return torch.cat([matrix, exact(layer.bias.detach()).view(groups, 1, -1)], dim=1)
 
 
 def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:

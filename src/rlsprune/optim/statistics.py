@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rlsprune._arguments import check_argument
+from rlsprune._tensors import exact, forget_compiled_code
 from rlsprune.optim import functional
-from rlsprune.optim.inverse import DenseInverse, Inverse, exact_device, from_rows
+from rlsprune.optim.inverse import DenseInverse, Inverse, from_rows
 from rlsprune.optim.layers import Layer, is_layer, mean_input
 from rlsprune.optim.rows import sample_rows
 
@@ -62,12 +63,19 @@ class InputStatistics:
         check_argument("kind", kind, kind in ("exact", "mean"), "'exact' or 'mean'")
         self._mean_scale, self._p0, self._damping = mean_scale, p0, damping
         self._everything = False
+        self.active = True
+        """Whether training forwards are watched at all."""
         collector = RowSample if kind == "exact" else _MeanInverse
         layers = {name: module for name, module in model.named_modules() if is_layer(module)}
-        self._collectors: dict[str, RowSample | _MeanInverse] = {name: collector(self) for name in layers}
+        # Layers that share a weight share its statistics: what is done to the weight is done to all of them.
+        shared = {id(layer.weight): collector(self) for layer in layers.values()}
+        self._collectors: dict[str, RowSample | _MeanInverse] = {
+            name: shared[id(layer.weight)] for name, layer in layers.items()
+        }
         self._handles = [
             layer.register_forward_hook(_Hook(self, name), with_kwargs=True) for name, layer in layers.items()
         ]
+        forget_compiled_code()
 
     def inverse(self, name: str) -> Tensor:
         """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution."""
@@ -105,7 +113,7 @@ class InputStatistics:
 
     def observe(self, name: str, layer: Layer, inputs: Tensor) -> None:
         """Called after a forward of a layer."""
-        if self._everything or (layer.training and torch.is_grad_enabled()):
+        if self._everything or (self.active and layer.training and torch.is_grad_enabled()):
             with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
                 self._collectors[name].add(layer, inputs.detach(), _MANY_ROWS if self._everything else _BATCH_ROWS)
 
@@ -126,7 +134,7 @@ class RowSample:
     def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
         """Draws at most ``count`` rows from a batch, and drops the oldest ones that are not needed any more."""
         rows = sample_rows(layer, inputs, count, self._generator)
-        if self._batches and self._batches[0].shape[2] != rows.shape[2]:
+        if self._batches and self._batches[0].shape[::2] != rows.shape[::2]:
             self._batches.clear()  # the layer was resized
         self._batches.append(rows)
         self._bias = layer.bias is not None
@@ -142,8 +150,7 @@ class RowSample:
                 f"no input of layer {name!r} was seen: train a step with the statistics in place, or give them batches "
                 "(pruner.calibrate(batches))"
             )
-        rows = torch.cat(list(self._batches), dim=1)
-        rows = rows.to(exact_device(rows.device)).double()
+        rows = exact(torch.cat(list(self._batches), dim=1))
         if not bool(rows.isfinite().all()):
             raise FloatingPointError(f"the input of layer {name!r} is not finite: check the data and the loss")
         if self._bias:
@@ -173,7 +180,7 @@ class _MeanInverse:
     def inverses(self, name: str) -> list[Inverse]:
         if self._P is None:
             raise RuntimeError(f"no input of layer {name!r} was seen: run a batch with the statistics in place")
-        return [DenseInverse(P.to(exact_device(P.device)).double()) for P in self._P]
+        return [DenseInverse(exact(P)) for P in self._P]
 
 
 class _Hook:

@@ -7,7 +7,6 @@ nodes is chosen. Which units are chosen is up to :mod:`rlsprune.prune.select`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -129,13 +128,9 @@ def _scales(member: Member) -> Tensor:
 
 
 def _following_norms(group: Group) -> list[Member | None]:
-    """For each producer the batch norm behind it: the first one called after it, before the next producer is."""
-    norms = [member for member in group.carriers if isinstance(member.module, _BatchNorm)]
-    starts = [*(member.position for member in group.producers), math.inf]
-    return [
-        next((norm for norm in norms if producer.position < norm.position < end), None)
-        for producer, end in zip(group.producers, starts[1:], strict=True)
-    ]
+    """For each producer the batch norm that is called with its output, or None."""
+    norms = {member.reads: member for member in group.carriers if isinstance(member.module, _BatchNorm)}
+    return [norms.get(producer.module) for producer in group.producers]
 
 
 def _mean(scores: list[Tensor]) -> list[Tensor]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
+from rlsprune._tensors import complement
 from rlsprune.graph import ChannelGraph, Group, plan_cuts
 from rlsprune.inputs import select_inputs
-from rlsprune.optim.inverse import complement
 from rlsprune.prune.criteria import Criterion, InverseOf, criterion
 from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
-from rlsprune.prune.select import choose_units
+from rlsprune.prune.select import choose_units, cut_size
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
-from rlsprune.prune.surgery import apply_cuts
+from rlsprune.prune.surgery import apply_cuts, inner
 
 
 def operate(
@@ -52,8 +50,6 @@ def operate(
             if units:
                 _remove(graph, graph[name], units, model, optimizer, copies, settings, inverse_of)
                 removed[name] = units
-    if removed and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # code compiled for the old shapes, and its count of recompilations
     return removed
 
 
@@ -77,14 +73,9 @@ def undone_on_error(
         raise
 
 
-def inner(copy: nn.Module) -> nn.Module:
-    """The network itself, of a copy that may be wrapped in an ``AveragedModel``."""
-    return copy.module if isinstance(copy, AveragedModel) else copy
-
-
 def _choose(group: Group, settings: Settings, score: Criterion) -> list[int]:
     ratio = settings.ratio_of(group)
-    if not ratio:
+    if not cut_size(ratio, group.size):
         return []
     keep, round_to = (1, 1) if group.is_input else (settings.min_channels, settings.round_to)
     return choose_units(group.name, list(score(group)), group.size, ratio, keep, round_to)

@@ -15,18 +15,21 @@ from torch.optim import Optimizer
 from rlsprune import io
 from rlsprune._arguments import check_argument
 from rlsprune._model import ExampleInputs, as_call
+from rlsprune._tensors import exact, forget_compiled_code
 from rlsprune.graph import ChannelGraph, Group, find_groups
 from rlsprune.inputs import kept_inputs, strip_inputs
-from rlsprune.optim.inverse import DenseInverse, Inverse, exact_device
-from rlsprune.optim.rls import RLS
+from rlsprune.optim.inverse import DenseInverse, Inverse
+from rlsprune.optim.layer_step import INVERSE
+from rlsprune.optim.layers import is_layer
 from rlsprune.optim.statistics import InputStatistics
-from rlsprune.profile import count, latency
+from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import LayerChange, PruneEvent
 from rlsprune.prune.operation import operate, undone_on_error
 from rlsprune.prune.schedule import Decision, Gate
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
+from rlsprune.prune.surgery import inner
 
 # How often the last event's ratio is halved towards the target.
 _TARGET_STEPS = 5
@@ -114,14 +117,15 @@ class Pruner:
             round_to,
             dict(target or {}),
         )
-        self._ignore, self._on_prune = ignore, on_prune
+        self._ignore, self._on_prune = ignore if isinstance(ignore, str) else tuple(ignore), on_prune
         self._known_graph: ChannelGraph | None = self._find_graph()
-        exact = self._settings.needs_inverse and statistics == "exact"
-        self._statistics = InputStatistics(model) if exact else None
+        sampled = self._settings.needs_inverse and statistics == "exact"
+        self._statistics = InputStatistics(model) if sampled else None
         self._copies: list[nn.Module] = []
         self._gate = Gate(warmup_epochs, patience)
-        self._recovered: Snapshot | None = None
-        self._original = {what: self._cost(what) for what in self._settings.target}
+        self._recovered: list[Snapshot] | None = None
+        """Of the model and its copies, when the loss had last recovered."""
+        self._budget = Budget(model, example_inputs, self._settings.target)
         self.done = False
         """Whether pruning has ended: the target is reached, patience ran out, or :meth:`finish` was called."""
         self.history: list[PruneEvent] = []
@@ -143,11 +147,10 @@ class Pruner:
         if not self.done and decision is Decision.ROLL_BACK:
             self._roll_back(loss)
         elif not self.done and decision is Decision.PRUNE:
-            self.done = self._reached_target()
+            self.done = self._budget.reached()
             if not self.done:
                 event = self._prune(loss)
-        if self._statistics is not None:
-            self._statistics.clear(seed=self._gate.epoch)
+        self._restart_statistics()
         return event
 
     def prune(self) -> PruneEvent | None:
@@ -157,7 +160,7 @@ class Pruner:
     def preview(self) -> PruneEvent | None:
         """The event that :meth:`prune` would make, changing nothing."""
         with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
-            event = self._event(None)
+            event = self._event_within_target(None, undo)
             undo()
         return event
 
@@ -173,13 +176,14 @@ class Pruner:
                 f"calibrate gathers exact statistics, which are not in use: this pruner has {self._settings}"
             )
         modes = {module: module.training for module in self.model.modules()}
-        single = isinstance(self.example_inputs, Tensor)
+        kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(self.example_inputs, kind))
         seen = 0
         try:
             self.model.eval()
             with self._statistics.everything():
                 for batch in batches:
-                    args, kwargs = as_call(batch[0] if single and isinstance(batch, tuple | list) else batch)
+                    paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)
+                    args, kwargs = as_call(batch[0] if paired else batch)
                     self.model(*args, **kwargs)
                     seen += 1
         finally:
@@ -193,6 +197,7 @@ class Pruner:
         if not self._gate.recovered and self._recovered is not None:
             self._roll_back(None)
         self.done = True
+        self._restart_statistics()
 
     def follow(self, copy: nn.Module) -> None:
         """Keeps a copy of the model (a moving average of it, say) in the same shape from now on."""
@@ -211,12 +216,13 @@ class Pruner:
         return self._graph.skipped
 
     @property
-    def kept_inputs(self) -> Tensor | None:
-        """Indices of the original input features that the network still uses; None if it uses them all."""
-        for group in self.groups:
-            for member in group.consumers if group.is_input else ():
-                return kept_inputs(member.module)
-        return None
+    def kept_inputs(self) -> Tensor | dict[str, Tensor | None] | None:
+        """Indices of the original input features that the network still uses; None if it uses them all.
+
+        By name, if the network has several inputs whose features can be pruned.
+        """
+        kept = {group.name: kept_inputs(group.consumers[0].module) for group in self.groups if group.is_input}
+        return kept if len(kept) > 1 else next(iter(kept.values()), None)
 
     def strip_inputs(self) -> nn.Module:
         """A copy of the model that takes only the kept input features."""
@@ -232,33 +238,34 @@ class Pruner:
             "gate": self._gate.state_dict(),
             "done": self.done,
             "history": [event.to_dict() for event in self.history],
-            "original": dict(self._original),
-            "recovered": None if self._recovered is None else self._recovered.state_dict(),
+            "original": dict(self._budget.original),
+            "recovered": None if self._recovered is None else [kept.state_dict() for kept in self._recovered],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where another pruner stopped: load the model first, then the optimizer, then the pruner."""
         history = [PruneEvent.from_dict(event) for event in state["history"]]
-        recovered = state["recovered"]
-        snapshot = None
-        if recovered is not None:
-            snapshot = Snapshot(self.model, self.optimizer, copy=True)
-            snapshot.load_state_dict(recovered)
+        recovered = None
+        if state["recovered"] is not None:
+            recovered = self._snapshots(copy=True)
+            if len(recovered) != len(state["recovered"]):
+                raise ValueError(
+                    f"the saved pruner followed {len(state['recovered']) - 1} copies of the model, this one follows "
+                    f"{len(self._copies)}: call follow() for the same copies before loading"
+                )
+            for snapshot, saved in zip(recovered, state["recovered"], strict=True):
+                snapshot.load_state_dict(saved)
         self._gate.load_state_dict(state["gate"])
-        self.done, self.history, self._recovered = bool(state["done"]), history, snapshot
-        self._original = dict(state["original"])
-        if self._statistics is not None:
-            self._statistics.clear(seed=self._gate.epoch)
+        self.done, self.history, self._recovered = bool(state["done"]), history, recovered
+        self._budget.original |= state["original"]
+        self._restart_statistics()
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
     def _prune(self, loss: float | None) -> PruneEvent | None:
-        kept = Snapshot(self.model, self.optimizer, copy=True) if self._gate.patience is not None else None
+        kept = self._snapshots(copy=True) if self._gate.patience is not None else None
         with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
-            event = self._event(loss)
-            # What is measured differs from one time to the next, so a latency is not aimed at so finely.
-            if event is not None and "latency" not in self._settings.target and self._reached_target():
-                event = self._just_reach_target(event, undo)
+            event = self._event_within_target(loss, undo)
         if loss is not None:
             self._gate.pruned(loss, changed=event is not None)
         if event is None:
@@ -273,22 +280,25 @@ class Pruner:
         self._announce(event)
         return event
 
-    def _just_reach_target(self, event: PruneEvent, undo: Callable[[], None]) -> PruneEvent:
-        """Takes back what an event removed beyond the target, by halving the interval of its ratio."""
+    def _event_within_target(self, loss: float | None, undo: Callable[[], None]) -> PruneEvent | None:
+        """An event, with its ratios lowered to where it just reaches the target if it would go beyond."""
+        aims = self._budget.countable and not self._budget.reached()
+        event = self._event(loss)
+        if event is None or not aims or not self._budget.reached():
+            return event
         too_little, enough = 0.0, 1.0
         for _ in range(_TARGET_STEPS):
             share = (too_little + enough) / 2
             undo()
-            smaller = self._event(event.loss, share)
-            if smaller is not None and self._reached_target():
-                event, enough = smaller, share
+            if self._event(loss, share) is not None and self._budget.reached():
+                enough = share
             else:
                 too_little = share
         undo()
-        return self._event(event.loss, enough) or event
+        return self._event(loss, enough)
 
     def _event(self, loss: float | None, share: float = 1.0) -> PruneEvent | None:
-        costs, sizes = self._costs(), self._sizes()
+        costs, sizes = self._budget.costs(), self._sizes()
         settings = self._settings.scaled(share)
         removed = operate(self.model, self.optimizer, self._copies, self._graph, settings, self._inverses)
         return self._describe("prune", loss, costs, sizes, removed) if removed else None
@@ -297,8 +307,9 @@ class Pruner:
         self.done = True
         if self._recovered is None:
             return
-        costs, sizes = self._costs(), self._sizes()
-        self._recovered.restore()
+        costs, sizes = self._budget.costs(), self._sizes()
+        for snapshot in self._recovered:
+            snapshot.restore()
         self._known_graph = None  # it was the smaller network's
         self._gate.recovered = True
         self._announce(self._describe("roll-back", loss, costs, sizes, {}))
@@ -311,7 +322,7 @@ class Pruner:
         sizes: Mapping[str, int],
         removed: dict[str, list[int]],
     ) -> PruneEvent:
-        after, now = self._costs(), self._sizes()
+        after, now = self._budget.costs(), self._sizes()
         return PruneEvent(
             epoch=self._gate.epoch,
             loss=loss,
@@ -325,6 +336,8 @@ class Pruner:
         )
 
     def _announce(self, event: PruneEvent) -> None:
+        forget_compiled_code()
+        self._restart_statistics()  # the rows sampled so far are of other layers
         self.history.append(event)
         if self._on_prune is not None:
             self._on_prune(event)
@@ -343,26 +356,43 @@ class Pruner:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
             raise ValueError(f"the model has nothing to prune. {reasons}")
         self._settings.check_names(graph)
+        if self._settings.needs_inverse and self._settings.statistics == "training":
+            self._check_preconditioned(graph)
         return graph
+
+    def _check_preconditioned(self, graph: ChannelGraph) -> None:
+        groups = [group for group in self.optimizer.param_groups if group.get("preconditioned")]
+        known = {id(parameter) for group in groups for parameter in group["params"]}
+        for member in (member for group in graph for member in group.consumers):
+            if is_layer(member.module) and id(member.module.weight) not in known:
+                raise ValueError(
+                    f"layer {member.name!r} is not trained by RLS but by momentum SGD, so it has no P: use "
+                    "statistics='exact'"
+                )
 
     def _inverses(self, name: str) -> list[Inverse]:
         """P of each group of a layer, from where ``statistics`` says."""
         if self._statistics is not None:
             return self._statistics.inverses(name)
-        assert isinstance(self.optimizer, RLS)
-        P = self.optimizer.inverse(name)
-        exact = P.to(exact_device(P.device)).double()
-        return [DenseInverse(matrix) for matrix in (exact if exact.dim() == 3 else [exact])]
+        weight = self.model.get_parameter(f"{name}.weight" if name else "weight")
+        blocks = self.optimizer.state.get(weight, {}).get(INVERSE)
+        if blocks is None:
+            raise RuntimeError(
+                f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
+                "statistics='exact'"
+            )
+        return [DenseInverse(torch.block_diag(*map(exact, parts))) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
 
-    def _reached_target(self) -> bool:
-        return any(self._cost(what) <= share * self._original[what] for what, share in self._settings.target.items())
+    def _snapshots(self, copy: bool) -> list[Snapshot]:
+        return [
+            Snapshot(self.model, self.optimizer, copy=copy),
+            *(Snapshot(inner(follower), copy=copy) for follower in self._copies),
+        ]
 
-    def _cost(self, what: str) -> float:
-        return latency(self.model, self.example_inputs)[0] if what == "latency" else self._costs()[what]
-
-    def _costs(self) -> dict[str, int]:
-        params, flops = count(self.model, self.example_inputs)
-        return {"params": params, "flops": flops}
+    def _restart_statistics(self) -> None:
+        if self._statistics is not None:
+            self._statistics.clear(seed=self._gate.epoch)
+            self._statistics.active = not self.done
 
     def _sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlsprune._tensors import complement, exact, memory_format
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
-from rlsprune.optim.inverse import DenseInverse, Inverse, complement
+from rlsprune.optim.inverse import DenseInverse, Inverse
 from rlsprune.optim.layer_step import INVERSE
 from rlsprune.optim.layers import is_layer
 from rlsprune.optim.rows import input_rows, split_matrix, weight_matrix
@@ -27,9 +28,13 @@ def compensate(model: nn.Module, group: Group, units: list[int], inverse_of: Inv
         units: Which of them.
         inverse_of: P of each group of a layer.
     """
+    # A weight that also makes the units (tied to an embedding, say) cannot be refitted for reading them alone; one that
+    # several layers read them with is refitted once, for the inputs of all.
+    done = {id(member.module._parameters.get("weight")) for member in group.producers}
     for member in group.consumers:
-        if not is_layer(member.module):
+        if not is_layer(member.module) or id(member.module.weight) in done:
             continue
+        done.add(id(member.module.weight))
         layer = model.get_submodule(member.name)
         assert is_layer(layer)
         matrix = weight_matrix(layer)
@@ -39,12 +44,7 @@ def compensate(model: nn.Module, group: Group, units: list[int], inverse_of: Inv
         weight, bias = split_matrix(layer, matrix)
         for parameter, data in ((layer.weight, weight), (layer.bias, bias)):
             if parameter is not None and data is not None:
-                replace_data(parameter, data.contiguous(memory_format=_format(parameter)))
-
-
-def _format(tensor: Tensor) -> torch.memory_format:
-    last = tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
+                replace_data(parameter, data.contiguous(memory_format=memory_format(parameter)))
 
 
 class KnownInverses:
@@ -80,12 +80,14 @@ def cut_inverses(model: nn.Module, optimizer: Optimizer, cuts: Cuts, how: str) -
         cuts: The plan.
         how: ``"schur"``: the inverse autocorrelation of the inputs that stay. ``"slice"``: their rows and columns of P.
     """
+    done: set[int] = set()
     for name, dims in cuts.tensors.items():
         path, _, own = name.rpartition(".")
         layer = model.get_submodule(path)
         weight = layer._parameters.get("weight")
-        if own != "weight" or weight is None or INVERSE not in optimizer.state.get(weight, {}):
+        if own != "weight" or weight is None or INVERSE not in optimizer.state.get(weight, {}) or id(weight) in done:
             continue
+        done.add(id(weight))
         state = optimizer.state[weight]
         if is_depthwise(layer):
             keep = dims[0].to(weight.device)
@@ -113,5 +115,5 @@ def _shrunk(P: Tensor, gone: Tensor, how: str) -> Tensor:
     if how == "slice":
         stay = complement(len(P), gone)
         return P[stay][:, stay]
-    exact = P.cpu() if P.device.type == "mps" else P
-    return DenseInverse(exact.double()).without(gone.to(exact.device)).P.to(P)
+    dense = exact(P)
+    return DenseInverse(dense).without(gone.to(dense.device)).P.to(P)

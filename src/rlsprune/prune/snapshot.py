@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy as copying
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -106,7 +107,7 @@ class Snapshot:
         self._selectors = {name: None if kept is None else tuple(kept) for name, kept in state["selectors"].items()}
         if self._optimizer is not None:
             pairs = zip(self._order(), state["state"], strict=True)
-            self._state = {p: self._keep(entries) for p, entries in pairs if entries is not None}
+            self._state = {p: _on_device(entries, p.device) for p, entries in pairs if entries is not None}
 
     def _order(self) -> list[Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
@@ -121,3 +122,14 @@ class Snapshot:
         if type(value) is dict:
             return {key: self._keep(item) for key, item in value.items()}
         return copying.deepcopy(value) if self._copy else value
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A copy in which tensors are on the device, but for step counts, which stay where they are."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True) if value.dim() else value.clone()
+    if isinstance(value, list):
+        return [_on_device(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _on_device(item, device) for key, item in value.items()}
+    return value

@@ -35,11 +35,15 @@ def apply_cuts(
     """
     changes: list[Callable[[], None]] = []
     for number, network in enumerate([model, *copies]):
-        inner = network.module if isinstance(network, AveragedModel) else network
         what = "the model" if number == 0 else f"copy {number} of the model"
-        changes += _changes(inner, cuts, optimizer, what)
+        changes += _changes(inner(network), cuts, optimizer, what)
     for change in changes:
         change()
+
+
+def inner(copy: nn.Module) -> nn.Module:
+    """The network itself, of a copy that may be wrapped in an ``AveragedModel``."""
+    return copy.module if isinstance(copy, AveragedModel) else copy
 
 
 def replace_data(tensor: Tensor, data: Tensor) -> None:

@@ -1,0 +1,40 @@
+"""Small things about tensors that several modules need."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+
+def complement(size: int, gone: Tensor) -> Tensor:
+    """The indices below ``size`` that are not in ``gone``, ascending."""
+    mask = torch.ones(size, dtype=torch.bool, device=gone.device)
+    mask[gone] = False
+    return mask.nonzero().flatten()
+
+
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """How a tensor lies in memory: channels last, or in order."""
+    candidates = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.ndim in candidates and not tensor.is_contiguous():
+        wanted = candidates[tensor.ndim]
+        if tensor.is_contiguous(memory_format=wanted):
+            return wanted
+    return torch.contiguous_format
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The tensor in float64, on the CPU where its device has none."""
+    return tensor.to(torch.device("cpu") if tensor.device.type == "mps" else tensor.device).double()
+
+
+def forget_compiled_code() -> None:
+    """Lets ``torch.compile`` start afresh, if it was used at all.
+
+    Compiled code neither sees hooks that were added since nor shapes that changed, and after a few recompilations it
+    gives up in silence.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

@@ -1,0 +1,36 @@
+"""What a network costs, and the share of it that pruning aims at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from rlsprune._model import ExampleInputs
+from rlsprune.profile import count, latency
+
+
+class Budget:
+    """Costs of a network as it is now, beside what they were at first."""
+
+    def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Mapping[str, float]) -> None:
+        self._model, self._example_inputs, self._target = model, example_inputs, target
+        self.original = {what: self._cost(what) for what in {"params": 0, "flops": 0, **target}}
+        """What the whole network costs."""
+
+    def costs(self) -> dict[str, int]:
+        """Parameters and FLOPs."""
+        params, flops = count(self._model, self._example_inputs)
+        return {"params": params, "flops": flops}
+
+    def reached(self) -> bool:
+        """Whether a target is reached."""
+        return any(self._cost(what) <= share * self.original[what] for what, share in self._target.items())
+
+    @property
+    def countable(self) -> bool:
+        """Whether there is a target, and one that is counted: what is measured is never quite the same again."""
+        return bool(self._target) and "latency" not in self._target
+
+    def _cost(self, what: str) -> float:
+        return latency(self._model, self._example_inputs)[0] if what == "latency" else self.costs()[what]
