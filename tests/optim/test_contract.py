@@ -320,6 +320,32 @@ def test_frozen_layers_cost_nothing_and_can_be_thawed() -> None:
     assert not torch.equal(model[0].weight, before)
 
 
+def test_a_state_with_an_added_group_loads() -> None:
+    optimizers = []
+    for _ in range(2):
+        model, extra = make_model(), nn.Parameter(torch.ones(3))
+        optimizer = rlsprune.RLS(model)
+        optimizer.add_param_group({"params": [extra]})
+        optimizers.append(optimizer)
+    extra.sum().backward()
+    optimizers[1].step()
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    (state,) = optimizers[0].state.values()
+    torch.testing.assert_close(state["velocity"], torch.full((3,), -0.1))
+
+
+def test_a_frozen_weight_gathers_no_speed_while_its_bias_trains() -> None:
+    layer = nn.Linear(3, 2)
+    layer.weight.requires_grad_(False)
+    optimizer = rlsprune.RLS(layer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.rand(4, 3)).square().sum().backward()
+        optimizer.step()
+    assert optimizer.state[layer.weight]["velocity"].abs().max() == 0
+    assert optimizer.state[layer.bias]["velocity"].abs().max() > 0
+
+
 def test_a_frozen_bias_stays_while_its_weight_trains() -> None:
     layer = nn.Linear(3, 2)
     layer.bias.requires_grad_(False)

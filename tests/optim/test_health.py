@@ -108,6 +108,14 @@ def test_a_p_that_lost_its_sign_is_named_and_can_be_reset() -> None:
         optimizer.reset("nowhere")
 
 
+def test_large_finite_half_precision_gradients_are_no_fault() -> None:
+    layer = nn.Linear(64, 64).half()
+    optimizer = rlsprune.RLS(layer, lr=1e-6)
+    layer(torch.rand(2, 64).half()).sum().backward()
+    layer.weight.grad.fill_(2000.0)  # the sum is beyond half precision
+    optimizer.step()
+
+
 @pytest.mark.parametrize("size", [1, 7, 64, 129, 785])
 @pytest.mark.parametrize("forgetting", [1.0, 0.97])
 def test_p_is_exactly_symmetric(size: int, forgetting: float) -> None:

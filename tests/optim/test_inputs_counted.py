@@ -139,3 +139,32 @@ def test_keyword_input_is_seen() -> None:
     optimizer = rlsprune.RLS(layer)
     layer(input=torch.ones(2, 3)).sum().backward()
     torch.testing.assert_close(mean_of(optimizer), torch.ones(1, 4))
+
+
+def test_gradients_of_the_parameters_themselves_do_not_count() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = rlsprune.RLS(layer)
+    grads = torch.autograd.grad(layer(torch.rand(4, 3)).sum(), list(layer.parameters()))
+    assert len(grads) == 2
+    assert mean_of(optimizer) is None
+
+
+def test_a_batch_without_rows_moves_nothing() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = rlsprune.RLS(layer)
+    layer(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy((layer.state_dict(), optimizer.inverse("")))
+    optimizer.zero_grad()
+    layer(torch.rand(0, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close((layer.state_dict(), optimizer.inverse("")), before, rtol=0, atol=0)
+
+
+def test_exporting_a_model_in_training_does_not_disturb_it() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU())
+    optimizer = rlsprune.RLS(model, lr=0.1)
+    torch.export.export(model, (torch.rand(2, 2, 6, 6),))
+    model(torch.rand(2, 2, 6, 6)).sum().backward()
+    optimizer.step()
+    assert type(optimizer.inverse("0")) is torch.Tensor
