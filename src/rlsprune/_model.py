@@ -6,14 +6,14 @@ import contextlib
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ExampleInputs", "as_call", "bare_copy", "device_of", "inference", "plain_attention", "unwrap"]
+__all__ = ["ExampleInputs", "as_call", "bare_copy", "device_of", "evaluate", "inference", "plain_attention", "unwrap"]
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """One tensor, the positional arguments of the model, or its keyword arguments."""
@@ -81,6 +81,34 @@ def inference(
     generators = [device] if device.type not in ("cpu", "meta") else []
     with torch.random.fork_rng(generators, device_type=generators[0].type if generators else "cuda"), torch.no_grad():
         yield plain, args, kwargs
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleInputs) -> int:
+    """Runs the model itself, hooks and all, over batches in `eval()`; its mode is as before afterwards.
+
+    Args:
+        model: The network.
+        batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
+        example_inputs: What a single call takes, to tell the two apart.
+
+    Returns:
+        How many batches there were.
+    """
+    kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(example_inputs, kind))
+    modes = {module: module.training for module in model.modules()}
+    count = 0
+    try:
+        model.eval()
+        for batch in batches:
+            paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)
+            args, kwargs = as_call(batch[0] if paired else batch)
+            model(*args, **kwargs)
+            count += 1
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return count
 
 
 def device_of(model: nn.Module, call: object) -> torch.device:

@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 
 from rlsprune import io
 from rlsprune._arguments import check_argument
-from rlsprune._model import ExampleInputs, as_call
+from rlsprune._model import ExampleInputs, evaluate
 from rlsprune._tensors import exact, forget_compiled_code
 from rlsprune.graph import ChannelGraph, Group, find_groups
 from rlsprune.inputs import kept_inputs, strip_inputs
 from rlsprune.optim.inverse import DenseInverse, Inverse
 from rlsprune.optim.layer_step import INVERSE
-from rlsprune.optim.layers import is_layer
 from rlsprune.optim.statistics import InputStatistics
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import Criterion
@@ -164,7 +163,6 @@ class Pruner:
             undo()
         return event
 
-    @torch.no_grad()
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Gathers exact input statistics from given batches, when no training step has been seen yet.
 
@@ -175,20 +173,8 @@ class Pruner:
             raise ValueError(
                 f"calibrate gathers exact statistics, which are not in use: this pruner has {self._settings}"
             )
-        modes = {module: module.training for module in self.model.modules()}
-        kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(self.example_inputs, kind))
-        seen = 0
-        try:
-            self.model.eval()
-            with self._statistics.everything():
-                for batch in batches:
-                    paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)
-                    args, kwargs = as_call(batch[0] if paired else batch)
-                    self.model(*args, **kwargs)
-                    seen += 1
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with self._statistics.everything():
+            seen = evaluate(self.model, batches, self.example_inputs)
         if not seen:
             raise ValueError("calibrate was given no batch")
 
@@ -355,20 +341,8 @@ class Pruner:
         if not graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
             raise ValueError(f"the model has nothing to prune. {reasons}")
-        self._settings.check_names(graph)
-        if self._settings.needs_inverse and self._settings.statistics == "training":
-            self._check_preconditioned(graph)
+        self._settings.check_graph(graph)
         return graph
-
-    def _check_preconditioned(self, graph: ChannelGraph) -> None:
-        groups = [group for group in self.optimizer.param_groups if group.get("preconditioned")]
-        known = {id(parameter) for group in groups for parameter in group["params"]}
-        for member in (member for group in graph for member in group.consumers):
-            if is_layer(member.module) and id(member.module.weight) not in known:
-                raise ValueError(
-                    f"layer {member.name!r} is not trained by RLS but by momentum SGD, so it has no P: use "
-                    "statistics='exact'"
-                )
 
     def _inverses(self, name: str) -> list[Inverse]:
         """P of each group of a layer, from where ``statistics`` says."""

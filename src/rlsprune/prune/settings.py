@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from rlsprune._arguments import check_argument
 from rlsprune.graph import ChannelGraph, Group
+from rlsprune.optim.layers import is_layer
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import NAMES, Criterion
 
@@ -75,12 +76,22 @@ class Settings:
         inputs = None if self.input_ratio is None else self.input_ratio * share
         return replace(self, ratio=smaller, input_ratio=inputs)
 
-    def check_names(self, graph: ChannelGraph) -> None:
-        """Refuses ratios for layers that do not exist or cannot be pruned."""
+    def check_graph(self, graph: ChannelGraph) -> None:
+        """Refuses ratios for layers that cannot be pruned, and to use the P of layers that have none."""
         known = {name for group in graph for name in _names(group)}
         unknown = set(self.ratio) - known if isinstance(self.ratio, Mapping) else set()
         if unknown:
             raise ValueError(f"ratio names {sorted(unknown)}, which cannot be pruned; there are {sorted(known)}")
+        if not self.needs_inverse or self.statistics != "training":
+            return
+        groups = [group for group in self.optimizer.param_groups if group["preconditioned"]]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        for member in (member for group in graph for member in group.consumers):
+            if is_layer(member.module) and id(member.module.weight) not in trained:
+                raise ValueError(
+                    f"layer {member.name!r} is not trained by RLS but by momentum SGD, so it has no P: use "
+                    "statistics='exact'"
+                )
 
 
 def _names(group: Group) -> list[str]:
