@@ -512,6 +512,7 @@ def test_an_event_prints_as_a_table() -> None:
         ({"round_to": 0}, "round_to=0"),
         ({"warmup_epochs": -1}, "warmup_epochs=-1"),
         ({"patience": 0}, "patience=0"),
+        ({"tolerance": -0.1}, r"tolerance=-0\.1"),
         ({"target": {"size": 0.5}}, r"target=.*params/flops/latency"),
         ({"target": {"params": 1.5}}, r"target=.*1\.5"),
         ({"ignore": ["nowhere"]}, "nowhere"),

@@ -30,6 +30,15 @@ def test_patience_counts_epochs_without_recovery_since_the_last_prune() -> None:
     assert [gate.step(0.9), gate.step(0.95)] == [Decision.TRAIN, Decision.ROLL_BACK]
 
 
+def test_a_tolerance_lets_the_loss_rise_by_a_share() -> None:
+    gate = Gate(0, patience=None, tolerance=0.1)
+    assert gate.step(1.0) is Decision.PRUNE
+    gate.pruned(1.0, changed=True)
+    assert gate.step(1.11) is Decision.TRAIN
+    assert gate.step(1.09) is Decision.PRUNE
+    assert gate.recovered
+
+
 def test_an_event_that_changed_nothing_needs_no_recovery() -> None:
     gate = Gate(0, patience=1)
     gate.step(1.0)

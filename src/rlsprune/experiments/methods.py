@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +68,6 @@ class RLSPruning(NoPruning):
         pruning: PruningSettings,
     ) -> None:
         super().__init__(model, example_inputs)
-        self._tolerance = pruning.tolerance
         # However short the run, it prunes once.
         self._last_prune = max(config.warmup_epochs + 1, config.epochs - math.ceil(config.epochs * pruning.settle))
         self.pruner = Pruner(
@@ -84,6 +82,7 @@ class RLSPruning(NoPruning):
             statistics=pruning.statistics,
             patience=pruning.patience,
             target=None if pruning.target is None else {"params": pruning.target},
+            tolerance=pruning.tolerance,
         )
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
@@ -91,11 +90,8 @@ class RLSPruning(NoPruning):
         seen = len(self.pruner.history)
         if epoch > self._last_prune:
             self.pruner.done = True  # steps still tell it whether the network has recovered
-        # The pruner wants less than at the last prune. In units that grow with every prune, that is the tolerance.
-        prunes = sum(event.kind == "prune" for event in self.pruner.history)
-        self.pruner.step(loss / (1 + self._tolerance) ** prunes)
-        event = self._newest(seen)
-        return None if event is None else replace(event, loss=loss)
+        self.pruner.step(loss)
+        return self._newest(seen)
 
     def finish(self) -> PruneEvent | None:
         """Goes back to the last network that had recovered, if this one has not."""

@@ -73,6 +73,7 @@ class Pruner:
         target: Mapping[str, float] | None = None,
         patience: int | None = 10,
         on_prune: Callable[[PruneEvent], object] | None = None,
+        tolerance: float = 0.0,
     ) -> None:
         """Finds the network's prunable channels and proves on the example that they can go.
 
@@ -98,8 +99,10 @@ class Pruner:
                 ``{"latency": 0.5}``. The last event removes no more than it takes to get there.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
+            tolerance: How much above the loss at the last prune counts as recovered, as a share of it.
         """
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
+        check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
         check_argument("patience", patience, patience is None or patience >= 1, "None or at least 1")
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
@@ -121,7 +124,7 @@ class Pruner:
         sampled = self._settings.needs_inverse and statistics == "exact"
         self._statistics = InputStatistics(model) if sampled else None
         self._copies: list[nn.Module] = []
-        self._gate = Gate(warmup_epochs, patience)
+        self._gate = Gate(warmup_epochs, patience, tolerance)
         self._recovered: list[Snapshot] | None = None
         """Of the model and its copies, when the loss had last recovered."""
         self._budget = Budget(model, example_inputs, self._settings.target)

@@ -18,10 +18,11 @@ class Decision(Enum):
 
 @dataclass
 class Gate:
-    """Opens after ``warmup_epochs``, when the loss is below the one at the last prune."""
+    """Opens after ``warmup_epochs``, when the loss is below the one at the last prune, or not more above than allowed."""
 
     warmup_epochs: int  # q
     patience: int | None
+    tolerance: float = 0.0
     epoch: int = 0
     loss: float = math.inf
     """The loss recorded at the last prune; ∞ before the first."""
@@ -35,7 +36,7 @@ class Gate:
         self.epoch += 1
         if self.epoch <= self.warmup_epochs:
             return Decision.TRAIN
-        if loss < self.loss:
+        if loss < (1 + self.tolerance) * self.loss:
             self.waited, self.recovered = 0, True
             return Decision.PRUNE
         self.waited += not self.recovered
