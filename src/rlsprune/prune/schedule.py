@@ -18,7 +18,7 @@ class Decision(Enum):
 
 @dataclass
 class Gate:
-    """Opens after ``warmup_epochs``, when the loss is below the one at the last prune, or not more above than allowed."""
+    """Opens after ``warmup_epochs``, when the loss is below the one at the last prune, give or take a tolerance."""
 
     warmup_epochs: int  # q
     patience: int | None
