@@ -98,6 +98,7 @@ def measure(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds + 1):
         found: dict[str, float] = {}
+        gc.collect()  # what the one before left to clean up is charged to nobody
         found[RIVAL], found[STEP_ALONE] = rival(copy.deepcopy(model), example)
         for name, (kind, settings) in OURS.items():
             gc.collect()
