@@ -150,8 +150,9 @@ class RowSample:
                 f"no input of layer {name!r} was seen: train a step with the statistics in place, or give them batches "
                 "(pruner.calibrate(batches))"
             )
-        rows = exact(torch.cat(list(self._batches), dim=1))
-        if not bool(rows.isfinite().all()):
+        rows = torch.cat(list(self._batches), dim=1)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if not bool(rows.sum().isfinite()):
             raise FloatingPointError(f"the input of layer {name!r} is not finite: check the data and the loss")
         if self._bias:
             rows = nn.functional.pad(rows, (0, 1), value=1.0)

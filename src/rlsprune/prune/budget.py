@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from rlsprune._model import ExampleInputs
@@ -15,13 +16,17 @@ class Budget:
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Mapping[str, float]) -> None:
         self._model, self._example_inputs, self._target = model, example_inputs, target
+        self._counted: tuple[list[torch.Size], dict[str, int]] | None = None
         self.original = {what: self._cost(what) for what in {"params": 0, "flops": 0, **target}}
         """What the whole network costs."""
 
     def costs(self) -> dict[str, int]:
-        """Parameters and FLOPs."""
-        params, flops = count(self._model, self._example_inputs)
-        return {"params": params, "flops": flops}
+        """Parameters and FLOPs; counted anew only if a shape has changed."""
+        shapes = [parameter.shape for parameter in self._model.parameters()]
+        if self._counted is None or self._counted[0] != shapes:
+            params, flops = count(self._model, self._example_inputs)
+            self._counted = shapes, {"params": params, "flops": flops}
+        return self._counted[1]
 
     def reached(self) -> bool:
         """Whether a target is reached."""

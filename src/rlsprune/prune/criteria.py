@@ -118,12 +118,10 @@ def _norms(member: Member, power: int) -> Tensor:
 
 
 def _scales(member: Member) -> Tensor:
-    """``|γ| / √(σ² + ε)`` of each unit: what a batch norm multiplies its channel with."""
+    """``|γ|`` of each unit. Not ``|γ|/σ``: σ grows with the very weights whose norm it would divide."""
     norm = member.module
     assert isinstance(norm, _BatchNorm)
     scale = torch.ones(norm.num_features) if norm.weight is None else norm.weight.detach().abs().cpu()
-    if norm.running_var is not None:
-        scale = scale / (norm.running_var.cpu() + norm.eps).sqrt()
     return scale.double()[member.index].mean(1)
 
 

@@ -252,7 +252,7 @@ class Pruner:
     # --- one event ----------------------------------------------------------------------------------------------------
 
     def _prune(self, loss: float | None) -> PruneEvent | None:
-        kept = self._snapshots(copy=True) if self._gate.patience is not None else None
+        kept = self._snapshots(copy=True) if self._gate.patience is not None and loss is not None else None
         with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
             event = self._event_within_target(loss, undo)
         if loss is not None:
