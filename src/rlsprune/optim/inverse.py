@@ -4,7 +4,8 @@ Two forms with the same results. :class:`DenseInverse` holds P. :class:`SampleIn
 with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it: every answer goes through an
 m×m matrix, by Woodbury's identity.
 
-All of it in float64, on the CPU where the device has none. The bias, if the layer has one, is the last input.
+Systems are solved in float64, on the CPU where the device has none; a P that comes in float32 stays so otherwise. The
+bias, if the layer has one, is the last input.
 """
 
 from __future__ import annotations
@@ -58,22 +59,25 @@ class DenseInverse:
 
     def row_sums(self, inputs: int) -> Tensor:
         """See :class:`Inverse`."""
-        return self.P[:inputs, :inputs].sum(1)
+        return exact(self.P[:inputs, :inputs].sum(1))
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
-        return self.P[rows.unsqueeze(-1), rows.unsqueeze(-2)]
+        return exact(self.P[rows.unsqueeze(-1), rows.unsqueeze(-2)])
 
     def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
         """See :class:`Inverse`."""
         stay = complement(self.size, gone)
-        return weights[stay] - self.P[stay][:, gone] @ solve_positive(self.P[gone][:, gone], weights[gone])
+        return weights[stay] - exact(self.P[stay][:, gone]) @ solve_positive(
+            exact(self.P[gone][:, gone]), weights[gone]
+        )
 
     def without(self, gone: Tensor) -> DenseInverse:
         """See :class:`Inverse`."""
         stay = complement(self.size, gone)
         cross = self.P[stay][:, gone]
-        smaller = self.P[stay][:, stay] - cross @ solve_positive(self.P[gone][:, gone], cross.mT)
+        explained = solve_positive(exact(self.P[gone][:, gone]), exact(cross).mT).to(self.P)
+        smaller = self.P[stay][:, stay] - cross @ explained
         return DenseInverse((smaller + smaller.mT) / 2)
 
 

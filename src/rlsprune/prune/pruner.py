@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from rlsprune import io
 from rlsprune._arguments import check_argument
 from rlsprune._model import ExampleInputs, evaluate
-from rlsprune._tensors import exact, forget_compiled_code
+from rlsprune._tensors import forget_compiled_code
 from rlsprune.graph import ChannelGraph, Group, find_groups
 from rlsprune.inputs import kept_inputs, strip_inputs
 from rlsprune.optim.inverse import DenseInverse, Inverse
@@ -358,7 +358,9 @@ class Pruner:
                 f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
                 "statistics='exact'"
             )
-        return [DenseInverse(torch.block_diag(*map(exact, parts))) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
+        if len(blocks) == 1:
+            return [DenseInverse(P) for P in blocks[0]]
+        return [DenseInverse(torch.block_diag(*parts)) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
 
     def _snapshots(self, copy: bool) -> list[Snapshot]:
         return [

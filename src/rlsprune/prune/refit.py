@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlsprune._tensors import complement, exact, memory_format
+from rlsprune._tensors import complement, memory_format
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
 from rlsprune.optim.inverse import DenseInverse, Inverse
@@ -115,5 +115,4 @@ def _shrunk(P: Tensor, gone: Tensor, how: str) -> Tensor:
     if how == "slice":
         stay = complement(len(P), gone)
         return P[stay][:, stay]
-    dense = exact(P)
-    return DenseInverse(dense).without(gone.to(dense.device)).P.to(P)
+    return DenseInverse(P).without(gone).P
