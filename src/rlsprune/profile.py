@@ -24,7 +24,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rlsprune._model import ExampleInputs, device_of, inference, plain_attention, unwrap
 
-__all__ = ["Profile", "ProfileRatio", "count", "latency", "parameter_count", "profile", "weight_count"]
+__all__ = [
+    "Profile",
+    "ProfileRatio",
+    "count",
+    "flops_per_weight",
+    "latency",
+    "parameter_count",
+    "profile",
+    "weight_count",
+]
 
 _MIN_TIMES = 5  # measurements behind a median, however slow the model
 
@@ -141,12 +150,35 @@ def profile(
 
 def count(model: nn.Module, example_inputs: ExampleInputs) -> tuple[int, int]:
     """Parameters and FLOPs, by one run of the model without timing. See `Profile` for what they count."""
+    return parameter_count(model), sum(_flops(model, example_inputs)["Global"].values())
+
+
+def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, int] | None:
+    """How many FLOPs each weight of a linear or convolution layer takes, by the layer's name.
+
+    The FLOPs of these layers are proportional to their weights, so this tells what the model costs when it has lost
+    some of its channels. None if other operations count too, or a layer is not a plain one.
+    """
+    counts = _flops(model, example_inputs)
+    root = type(unwrap(model)).__name__
+    rates: dict[str, int] = {}
+    total = 0
+    for name, module in unwrap(model).named_modules():
+        flops = sum(counts.get(f"{root}.{name}" if name else root, {}).values())
+        if isinstance(module, nn.Linear | _ConvNd) and flops:
+            rates[name] = flops // module.weight.numel()
+            total += rates[name] * module.weight.numel()
+    return rates if total == sum(counts["Global"].values()) else None
+
+
+def _flops(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, dict[Any, int]]:
+    """FLOPs by module and operation, from one run; ``"Global"`` has them all."""
     counter = FlopCounterMode(display=False)
     # The counter does not know the CPU's fused attention; the products that it is made of cost the same.
     products = sdpa_kernel(SDPBackend.MATH)
     with inference(model, example_inputs) as (plain, args, kwargs), plain_attention(), products, counter:
         plain(*args, **kwargs)
-    return parameter_count(model), int(counter.get_total_flops())
+    return {"Global": {}, **counter.get_flop_counts()}
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 import rlsprune
 from rlsprune.optim.layers import is_layer
+from rlsprune.profile import count
 from zoo import ZOO
 
 
@@ -54,6 +55,7 @@ def test_two_compensated_events_and_training_in_between(name: str, optimizer_nam
         assert event is not None
         assert event.params_after < event.params_before
         assert event.flops_after < event.flops_before
+        assert (event.params_after, event.flops_after) == count(model, x)
         before = copy.deepcopy(model)
         train(model, optimizer, x, 1)
         for (key, p), old in zip(model.named_parameters(), before.parameters(), strict=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from rlsprune._model import ExampleInputs
-from rlsprune.profile import count, latency
+from rlsprune.graph.layers import join
+from rlsprune.profile import count, flops_per_weight, latency, parameter_count
 
 
 class Budget:
@@ -16,17 +16,18 @@ class Budget:
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Mapping[str, float]) -> None:
         self._model, self._example_inputs, self._target = model, example_inputs, target
-        self._counted: tuple[list[torch.Size], dict[str, int]] | None = None
+        self._rates = flops_per_weight(model, example_inputs)
         self.original = {what: self._cost(what) for what in {"params": 0, "flops": 0, **target}}
         """What the whole network costs."""
 
     def costs(self) -> dict[str, int]:
-        """Parameters and FLOPs; counted anew only if a shape has changed."""
-        shapes = [parameter.shape for parameter in self._model.parameters()]
-        if self._counted is None or self._counted[0] != shapes:
+        """Parameters and FLOPs, without running the network where its FLOPs are proportional to its weights."""
+        if self._rates is None:
             params, flops = count(self._model, self._example_inputs)
-            self._counted = shapes, {"params": params, "flops": flops}
-        return self._counted[1]
+            return {"params": params, "flops": flops}
+        weights = {name: self._model.get_parameter(join(name, "weight")) for name in self._rates}
+        flops = sum(rate * weights[name].numel() for name, rate in self._rates.items())
+        return {"params": parameter_count(self._model), "flops": flops}
 
     def reached(self) -> bool:
         """Whether a target is reached."""
