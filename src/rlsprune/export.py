@@ -92,13 +92,13 @@ def export_onnx(model: nn.Module, example_inputs: ExampleInputs, path: str | os.
             raise ExportError(f"torch.onnx gave no program for {type(plain).__name__}: it may be older than 2.6")
         with replacing(path) as temporary:
             program.save(temporary, external_data=False)
-            session = runtime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
-            names = [node.name for node in session.get_inputs()]
+            engine = runtime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
+            names = [node.name for node in engine.get_inputs()]
 
             def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
                 leaves = _tensors((args, kwargs))
                 feeds = {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)}
-                return [torch.as_tensor(value) for value in session.run(None, feeds)]
+                return [torch.as_tensor(value) for value in engine.run(None, feeds)]
 
             _verify(references, run, path)
 

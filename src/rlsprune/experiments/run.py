@@ -51,15 +51,15 @@ def run(config: RunConfig, folder: RunFolder, observer: Observer | None = None) 
     loaded = load_data(config)  # before anything is written: a folder is not left behind for want of data
     folder.write_json("config", config.to_dict())
     folder.write_json("environment", describe_environment())
-    session = _Session(config, folder, loaded)
+    current = _Run(config, folder, loaded)
     try:
-        observer.start(config.to_dict(), session.done, config.epochs, len(session.batches))
-        while session.done < config.epochs:
-            session.epoch(observer)
+        observer.start(config.to_dict(), current.done, config.epochs, len(current.batches))
+        while current.done < config.epochs:
+            current.epoch(observer)
     finally:
         observer.close()
-    summary = session.summary()
-    io.save(session.model, folder.model, metadata={"config": config.to_dict(), "events": session.record.events})
+    summary = current.summary()
+    io.save(current.model, folder.model, metadata={"config": config.to_dict(), "events": current.record.events})
     folder.write_json("summary", summary)
     folder.drop_old_checkpoints()
     observer.end(summary)
@@ -87,7 +87,7 @@ class _Unpruned:
     flops: int
 
 
-class _Session:
+class _Run:
     """A run's live objects."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, loaded: Dataset) -> None:
