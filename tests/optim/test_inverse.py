@@ -1,4 +1,4 @@
-"""P as pruning uses it: Schur complements, refits and blocks against closed forms, in both forms of P."""
+"""P as pruning uses it: Schur complements, refits and blocks against closed forms, in all forms of P."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsprune.optim.inverse import DenseInverse, Inverse, SampleInverse, complement, from_rows
+from rlsprune.optim.inverse import Autocorrelation, DenseInverse, Inverse, SampleInverse, complement, from_rows
 
 DAMPING = 1e-2
 
 
 def forms(rows: Tensor) -> tuple[Tensor, list[Inverse]]:
-    """The autocorrelation, and both forms of its inverse."""
+    """The autocorrelation, and all forms of its inverse."""
     delta = DAMPING * rows.square().mean().item()
     autocorrelation = rows.T @ rows / len(rows) + delta * torch.eye(rows.shape[1]).double()
-    return autocorrelation, [DenseInverse(torch.linalg.inv(autocorrelation)), SampleInverse(rows, delta)]
+    P = torch.linalg.inv(autocorrelation)
+    return autocorrelation, [DenseInverse(P), Autocorrelation(autocorrelation), SampleInverse(rows, delta)]
 
 
 @st.composite
@@ -69,10 +70,10 @@ def test_row_sums_and_blocks_are_those_of_p(problem: tuple[Tensor, ...]) -> None
 def test_the_cheaper_form_is_taken_and_both_agree() -> None:
     torch.manual_seed(0)
     rows = torch.randn(6, 6).double()
-    assert isinstance(from_rows(rows, DAMPING), DenseInverse)
+    assert isinstance(from_rows(rows, DAMPING), Autocorrelation)
     wide = from_rows(torch.cat([rows, rows], 1), DAMPING)
     assert isinstance(wide, SampleInverse)
-    _, (dense, _) = forms(torch.cat([rows, rows], 1))
+    _, (dense, _, _) = forms(torch.cat([rows, rows], 1))
     units = torch.arange(12).unsqueeze(0)
     torch.testing.assert_close(wide.blocks(units), dense.blocks(units))
 

@@ -1,8 +1,9 @@
 """P as pruning uses it: row sums, blocks, the refit of a layer's weights, and what is left when inputs go.
 
-Two forms with the same results. :class:`DenseInverse` holds P. :class:`SampleInverse` holds m sampled rows X of a layer
-with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it: every answer goes through an
-m×m matrix, by Woodbury's identity.
+Three forms with the same results. :class:`DenseInverse` holds P. :class:`Autocorrelation` holds ``A = P⁻¹`` and inverts
+it only where blocks of P are asked for: row sums and refits need one factorisation. :class:`SampleInverse` holds m
+sampled rows X of a layer with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it:
+every answer goes through an m×m matrix, by Woodbury's identity.
 
 Systems are solved in float64, on the CPU where the device has none; a P that comes in float32 stays so otherwise. The
 bias, if the layer has one, is the last input.
@@ -81,6 +82,39 @@ class DenseInverse:
         return DenseInverse((smaller + smaller.mT) / 2)
 
 
+class Autocorrelation:
+    """P by way of its inverse, the autocorrelation A."""
+
+    def __init__(self, A: Tensor) -> None:
+        self.A = A
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+        return len(self.A)
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """See :class:`Inverse`."""
+        wanted = torch.zeros(self.size, 1, dtype=self.A.dtype, device=self.A.device)
+        wanted[:inputs] = 1
+        return solve_positive(self.A, wanted)[:inputs, 0]
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """See :class:`Inverse`."""
+        return DenseInverse(torch.cholesky_inverse(torch.linalg.cholesky(self.A))).blocks(rows)
+
+    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
+        """See :class:`Inverse`; here as ``W_k + A_kk⁻¹ A_kd W_d``."""
+        stay = complement(self.size, gone)
+        rows = self.A[stay]
+        return weights[stay] + solve_positive(rows[:, stay], rows[:, gone] @ weights[gone])
+
+    def without(self, gone: Tensor) -> Autocorrelation:
+        """See :class:`Inverse`; of the autocorrelation, rows and columns just go."""
+        stay = complement(self.size, gone)
+        return Autocorrelation(self.A[stay][:, stay])
+
+
 class SampleInverse:
     """P of more inputs than rows were sampled, from the rows."""
 
@@ -147,7 +181,7 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
     # The damping is far above the rounding of a product in float32, which takes half the time.
     autocorrelation = exact(rows.mT @ rows) / m
     autocorrelation.diagonal().add_(delta)
-    return DenseInverse(torch.cholesky_inverse(torch.linalg.cholesky(autocorrelation)))
+    return Autocorrelation(autocorrelation)
 
 
 def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
