@@ -11,18 +11,18 @@ from torch.optim import SGD
 
 from rlsprune.experiments.config import RLS_DEFAULTS, TrainingSettings, make_config
 from rlsprune.experiments.methods import RLSPruning
-from rlsprune.experiments.run import _Session, load_data, run
+from rlsprune.experiments.run import _Run, load_data, run
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.observer import Observer
 
 
-def session(tmp_path: Path, tiny: dict[str, Any], training: TrainingSettings, epochs: int) -> _Session:
+def current(tmp_path: Path, tiny: dict[str, Any], training: TrainingSettings, epochs: int) -> _Run:
     config = make_config("digits-fnn", "none", training=training, epochs=epochs, **tiny)
-    return _Session(config, RunFolder(tmp_path), load_data(config))
+    return _Run(config, RunFolder(tmp_path), load_data(config))
 
 
 def test_learning_rate_stays_and_then_falls_to_zero(tmp_path: Path, tiny: dict[str, Any]) -> None:
-    live = session(tmp_path, tiny, TrainingSettings(lr_decay=0.5), epochs=4)
+    live = current(tmp_path, tiny, TrainingSettings(lr_decay=0.5), epochs=4)
     rates: list[float] = []
     live.optimizer.register_step_pre_hook(lambda *_: rates.append(live.optimizer.param_groups[0]["lr"]))
     for _ in range(4):
@@ -34,7 +34,7 @@ def test_learning_rate_stays_and_then_falls_to_zero(tmp_path: Path, tiny: dict[s
 
 
 def test_noise_zeroes_its_share_keeps_the_mean_and_spares_evaluation(tmp_path: Path, tiny: dict[str, Any]) -> None:
-    live = session(tmp_path, tiny, TrainingSettings(input_noise=0.25), epochs=1)
+    live = current(tmp_path, tiny, TrainingSettings(input_noise=0.25), epochs=1)
     state = live.batches.state_dict()
     clean = torch.cat([inputs for inputs, _ in live._inputs(live.batches)])
     live.batches.load_state_dict(state)
@@ -46,7 +46,7 @@ def test_noise_zeroes_its_share_keeps_the_mean_and_spares_evaluation(tmp_path: P
 
 
 def test_no_noise_leaves_the_random_state_alone(tmp_path: Path, tiny: dict[str, Any]) -> None:
-    live = session(tmp_path, tiny, TrainingSettings(), epochs=1)
+    live = current(tmp_path, tiny, TrainingSettings(), epochs=1)
     before = torch.get_rng_state()
     list(live._noisy(live.batches))
     assert torch.equal(torch.get_rng_state(), before)
