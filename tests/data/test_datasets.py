@@ -34,7 +34,7 @@ def write_idx(folder: Path, packed: bool = False, dotted: bool = False) -> None:
         ):
             name = f"{part}-{kind}-ubyte".replace("-idx", ".idx" if dotted else "-idx")
             data = idx_bytes(array)
-            write(folder / (name + (".gz" if packed else "")), gzip.compress(data) if packed else data)
+            write(folder / (name + (".gz" if packed else "")), gzip.compress(data, mtime=0) if packed else data)
 
 
 def check_idx(data: Dataset) -> None:
