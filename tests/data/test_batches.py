@@ -67,6 +67,14 @@ def test_drop_last() -> None:
     assert len(batches) == 2
 
 
+def test_an_epoch_of_fewer_images_takes_others_each_time() -> None:
+    batches = Batches(*numbered(50), 8, images_per_epoch=20)
+    epochs = [epoch(batches)[1].tolist() for _ in range(2)]
+    assert [len(set(labels)) for labels in epochs] == [20, 20]
+    assert set(epochs[0]) != set(epochs[1])
+    assert len(batches) == 3
+
+
 def test_epochs_differ_and_seeds_repeat_them() -> None:
     first, second = (Batches(*numbered(50), 7, seed=5) for _ in range(2))
     orders = [epoch(first)[1].tolist() for _ in range(3)]
@@ -154,6 +162,7 @@ def test_channels_last() -> None:
             {"batch_size": 5, "drop_last": True},
             "4 images, batch_size 5",
         ),
+        (torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), {"images_per_epoch": 5}, "5 must be in 1…4"),
     ],
 )
 def test_bad_arguments(images: Tensor, labels: Tensor, options: dict[str, Any], message: str) -> None:

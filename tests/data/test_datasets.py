@@ -223,6 +223,11 @@ def test_hold_out_divides_the_training_images() -> None:
     assert held.test is data.test
     with pytest.raises(ValueError, match="15 validation images already"):
         held.hold_out(1)
+    whole = held.reunite()
+    assert whole.valid is None
+    assert torch.equal(whole.train.images.flatten().sort().values, data.train.images.flatten())
+    assert torch.equal(whole.train.labels[whole.train.images.flatten().argsort()], data.train.labels)
+    assert whole.reunite() is whole
 
 
 def test_take() -> None:

@@ -1,6 +1,7 @@
 """Every method from the command line to the files of its run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,23 @@ def test_gate_is_the_loss_that_was_asked_for(tmp_path: Path, tiny: dict[str, Any
     assert lines["batch"]["train_loss"] == lines["train"]["train_loss"]
     assert lines["batch"]["gate_loss"] != lines["train"]["gate_loss"]
     assert lines["valid"]["gate_loss"] not in (lines["valid"]["train_loss"], lines["train"]["gate_loss"])
+
+
+def test_held_out_images_are_trained_on_once_pruning_has_ended(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    options = {**tiny, "epochs": 4, "warmup_epochs": 0}
+    config = make_config("digits-fnn", "rls", **options)
+    assert config.pruning is not None
+    # A gate that always opens, and a target that the first event reaches.
+    pruning = replace(config.pruning, tolerance=100.0, target=0.9, reunite=True)
+    together, apart = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "apart")
+    run(replace(config, pruning=pruning), together)
+    run(replace(config, pruning=replace(pruning, reunite=False)), apart)
+    lines, others = together.read_lines("metrics"), apart.read_lines("metrics")
+    assert [line["gate_loss"] is None for line in lines] == [False, False, True, True]
+    assert all(line["gate_loss"] is not None for line in others)
+    assert [line["train_loss"] for line in lines[:2]] == [line["train_loss"] for line in others[:2]]
+    assert lines[2]["train_loss"] != others[2]["train_loss"]
+    assert len(together.read_lines("events")) == 1
 
 
 def test_pixels_are_drawn_where_inputs_were_pruned(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlsprune.experiments.methods import NoPruning
 from rlsprune.train.loop import LOSSES, evaluate, mean_squared_error, train_epoch
+from rlsprune.train.unpruned import NoPruning
 
 
 def test_loss_is_equation_15() -> None:

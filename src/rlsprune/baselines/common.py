@@ -17,9 +17,10 @@ from rlsprune.prune.select import cut_size
 from rlsprune.prune.surgery import apply_cuts
 from rlsprune.train.counting import count_retained
 from rlsprune.train.method import Retained
+from rlsprune.train.unpruned import NoPruning
 
 
-class Rival:
+class Rival(NoPruning):
     """A method that does nothing yet; see ``rlsprune.train.method.Method`` for what a run asks of it.
 
     Args:
@@ -31,26 +32,12 @@ class Rival:
     def __init__(self, model: nn.Module, example_inputs: Tensor, ratio: float) -> None:
         if not 0 < ratio < 1:
             raise ValueError(f"ratio={ratio} is not valid: it is the share that goes, so give a number between 0 and 1")
-        self.model = model
-        self.example_inputs = example_inputs
+        super().__init__(model, example_inputs)
         self.ratio = ratio
-
-    def after_backward(self) -> None:
-        """Nothing to add to the gradients."""
-
-    def after_step(self) -> None:
-        """Nothing to put back."""
-
-    def finish(self) -> None:
-        """The network that training ends with is the one to be kept."""
 
     def retained(self) -> Mapping[str, Retained]:
         """Nodes and weights that are left, per layer; weights that are zero do not count."""
         return count_retained(self.model, self.example_inputs, zeros=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the rest of the run depends on."""
-        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that ``state_dict`` gave.

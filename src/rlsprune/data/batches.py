@@ -30,6 +30,7 @@ class Batches:
         generator: a CPU generator to use instead of `seed`.
         shuffle: a new order each epoch; False: the given order.
         drop_last: leave out a last batch that is smaller.
+        images_per_epoch: how many of the images an epoch takes, others each time; None: all.
         augment: "crop": shift by up to 4 pixels, with black coming in; "crop+flip": and mirror every second image.
         channels_last: the memory format in which convolutions are faster on a CPU.
 
@@ -52,6 +53,7 @@ class Batches:
         generator: torch.Generator | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
+        images_per_epoch: int | None = None,
         augment: Augment | None = None,
         channels_last: bool = False,
     ) -> None:
@@ -63,6 +65,8 @@ class Batches:
             raise ValueError(f"images are on {images.device} and labels on {labels.device}; move both to one device")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        if images_per_epoch is not None and not (shuffle and 1 <= images_per_epoch <= len(images)):
+            raise ValueError(f"images_per_epoch {images_per_epoch} must be in 1…{len(images)}, and shuffle be on")
         if drop_last and len(images) < batch_size:
             raise ValueError(f"drop_last leaves no batch: {len(images)} images, batch_size {batch_size}")
         if augment not in (None, "crop", "crop+flip"):
@@ -74,13 +78,14 @@ class Batches:
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.images_per_epoch = len(images) if images_per_epoch is None else images_per_epoch
         self.augment = augment
         self.generator = generator if generator is not None else torch.Generator().manual_seed(seed)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        full, rest = divmod(len(self.images), self.batch_size)
+        full, rest = divmod(self.images_per_epoch, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -98,7 +103,7 @@ class Batches:
         self, order: Tensor | None, shifts: Tensor | None, flips: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for number in range(len(self)):
-            batch = slice(number * self.batch_size, (number + 1) * self.batch_size)
+            batch = slice(number * self.batch_size, min((number + 1) * self.batch_size, self.images_per_epoch))
             if order is None:
                 images, labels = self.images[batch], self.labels[batch]
             else:

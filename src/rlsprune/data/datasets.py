@@ -91,6 +91,15 @@ class Dataset:
         stays[chosen] = False
         return replace(self, train=self.train.select(stays.nonzero()[:, 0]), valid=self.train.select(chosen))
 
+    def reunite(self) -> Dataset:
+        """Gives the validation images back to the training split, behind the others."""
+        if self.valid is None:
+            return self
+        images, labels = (
+            torch.cat([getattr(self.train, part), getattr(self.valid, part)]) for part in ("images", "labels")
+        )
+        return replace(self, train=Split(images, labels), valid=None)
+
     def take(self, count: int, seed: int | None = 0) -> Dataset:
         """Keeps some of the training images; test and validation images stay.
 

@@ -34,6 +34,8 @@ class PruningSettings:
     """How far above the loss at the last prune, as a share of it, the gate still opens; 0 for below it."""
     target: float | None
     """The share of the parameters at which pruning ends; None for no end but the gate's."""
+    reunite: bool
+    """Whether the images held out for the gate are trained on once pruning has ended."""
 
 
 PAPER = PruningSettings(
@@ -47,6 +49,7 @@ PAPER = PruningSettings(
     settle=0.0,
     tolerance=0.0,
     target=None,
+    reunite=False,
 )
 """The paper to the letter."""
 
@@ -61,6 +64,7 @@ RLS_DEFAULTS = PruningSettings(
     settle=0.4,
     tolerance=0.05,
     target=0.1,
+    reunite=True,
 )
 """Ours."""
 

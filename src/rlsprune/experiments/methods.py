@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,43 +17,11 @@ from rlsprune.experiments.registry import experiment
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.pruner import Pruner
-from rlsprune.train.counting import count_retained
 from rlsprune.train.folder import RunFolder
-from rlsprune.train.method import Method, Retained
+from rlsprune.train.method import Method
+from rlsprune.train.unpruned import NoPruning
 
-__all__ = ["NoPruning", "RLSPruning", "build_method", "build_model", "build_optimizer", "take_shape"]
-
-
-class NoPruning:
-    """Trains and nothing else."""
-
-    def __init__(self, model: nn.Module, example_inputs: Tensor) -> None:
-        self.model, self.example_inputs = model, example_inputs
-
-    def after_backward(self) -> None:
-        """Nothing to do."""
-
-    def after_step(self) -> None:
-        """Nothing to do."""
-
-    def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
-        """Never prunes."""
-        return None
-
-    def finish(self) -> PruneEvent | None:
-        """Keeps the network."""
-        return None
-
-    def retained(self) -> Mapping[str, Retained]:
-        """The network as it stands."""
-        return count_retained(self.model, self.example_inputs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to remember."""
+__all__ = ["RLSPruning", "build_method", "build_model", "build_optimizer", "take_shape"]
 
 
 class RLSPruning(NoPruning):
@@ -68,6 +36,7 @@ class RLSPruning(NoPruning):
         pruning: PruningSettings,
     ) -> None:
         super().__init__(model, example_inputs)
+        self._reunite = pruning.reunite
         # However short the run, it prunes once.
         self._last_prune = max(config.warmup_epochs + 1, config.epochs - math.ceil(config.epochs * pruning.settle))
         self.pruner = Pruner(
@@ -84,6 +53,11 @@ class RLSPruning(NoPruning):
             target=None if pruning.target is None else {"params": pruning.target},
             tolerance=pruning.tolerance,
         )
+
+    @property
+    def settled(self) -> bool:
+        """Whether pruning has ended with a network that recovered."""
+        return self._reunite and self.pruner.done and self.pruner.recovered
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Prunes if the gate is open, or rolls back if it stayed shut for too long."""

@@ -23,7 +23,7 @@ from rlsprune.profile import count, latency
 from rlsprune.prune.event import PruneEvent
 from rlsprune.train.counting import count_retained, percent
 from rlsprune.train.folder import RunFolder
-from rlsprune.train.loop import LOSSES, Batch, Evaluation, evaluate, train_epoch
+from rlsprune.train.loop import LOSSES, Batch, EpochLoss, Evaluation, evaluate, train_epoch
 from rlsprune.train.method import Retained
 from rlsprune.train.observer import Observer
 from rlsprune.train.record import Record, layer_rows, tail, total_percent
@@ -95,14 +95,7 @@ class _Run:
         self.data = loaded
         self.channels_last = experiment(config.experiment).convolutional
         self.loss_function = LOSSES[config.loss]
-        self.batches = data.Batches(
-            self.data.train.images,
-            self.data.train.labels,
-            config.batch_size,
-            seed=config.seed,
-            augment=config.augment,  # type: ignore[arg-type]  # checked by the config
-            channels_last=self.channels_last,
-        )
+        self.batches = self._training_batches(torch.Generator().manual_seed(config.seed), len(loaded.train))
         self.example = self._example(1)
         self.model = build_model(config)
         self.unpruned = _Unpruned(count_retained(self.model, self.example), self._flops())
@@ -121,6 +114,8 @@ class _Run:
     def epoch(self, observer: Observer) -> None:
         """Trains one epoch, prunes perhaps, and leaves a checkpoint."""
         started, epoch = time.perf_counter(), self.done + 1
+        if self.method.settled and self.data.valid is not None:
+            self._reunite()
 
         def on_batch(number: int, loss: Tensor) -> None:
             self.scheduler.step()
@@ -129,12 +124,9 @@ class _Run:
         losses = train_epoch(
             self.model, self.optimizer, self._noisy(self.batches), self.loss_function, self.method, on_batch
         )
-        gate_loss = {"train": losses.mean, "batch": losses.last}.get(self.config.gate)
-        if gate_loss is None:
-            assert self.data.valid is not None
-            gate_loss = self._evaluate(self.data.valid).loss
+        gate_loss = self._gate_loss(losses)
         test = self._evaluate(self.data.test)
-        event = self.method.end_epoch(epoch, gate_loss)
+        event = None if gate_loss is None else self.method.end_epoch(epoch, gate_loss)
         test = self._note(epoch, event, test, observer)
         if epoch == self.config.epochs:
             test = self._note(epoch, self.method.finish(), test, observer)
@@ -196,6 +188,29 @@ class _Run:
         after = self._evaluate(self.data.test)
         observer.event(self.record.add_event(epoch, event, before, after))
         return after
+
+    def _gate_loss(self, losses: EpochLoss) -> float | None:
+        """What decides on the next prune; None when there is none to decide on."""
+        if self.config.gate == "valid":
+            return None if self.data.valid is None else self._evaluate(self.data.valid).loss
+        return losses.mean if self.config.gate == "train" else losses.last
+
+    def _reunite(self) -> None:
+        """From now on trains on the held-out images too, in epochs of as many images as before."""
+        held_in = len(self.data.train)
+        self.data = self.data.reunite()
+        self.batches = self._training_batches(self.batches.generator, held_in)
+
+    def _training_batches(self, generator: torch.Generator, images_per_epoch: int) -> data.Batches:
+        return data.Batches(
+            self.data.train.images,
+            self.data.train.labels,
+            self.config.batch_size,
+            generator=generator,
+            images_per_epoch=images_per_epoch,
+            augment=self.config.augment,  # type: ignore[arg-type]  # checked by the config
+            channels_last=self.channels_last,
+        )
 
     def _evaluate(self, split: Split) -> Evaluation:
         batches = data.Batches(

@@ -192,6 +192,11 @@ class Pruner:
         """Keeps a copy of the model (a moving average of it, say) in the same shape from now on."""
         self._copies.append(copy)
 
+    @property
+    def recovered(self) -> bool:
+        """Whether the loss has been below the gate since the last prune."""
+        return self._gate.recovered
+
     # --- the result ---------------------------------------------------------------------------------------------------
 
     @property

@@ -41,6 +41,10 @@ class Method(Protocol):
     Epochs count from 1. A method that prunes once takes ``prune_epoch`` and does it in ``end_epoch(prune_epoch, …)``.
     """
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing depends on the gate's loss any more, so that held-out images may be trained on."""
+
     def after_backward(self) -> None:
         """Gradients are there and the optimizer has not stepped yet."""
 

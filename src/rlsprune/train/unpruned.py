@@ -1,0 +1,51 @@
+"""Training without pruning: what every method is built on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlsprune.prune.event import PruneEvent
+from rlsprune.train.counting import count_retained
+from rlsprune.train.method import Retained
+
+__all__ = ["NoPruning"]
+
+
+class NoPruning:
+    """Trains and nothing else; see ``rlsprune.train.method.Method`` for what a run asks of a method."""
+
+    def __init__(self, model: nn.Module, example_inputs: Tensor) -> None:
+        self.model, self.example_inputs = model, example_inputs
+
+    @property
+    def settled(self) -> bool:
+        """Held-out images stay held out."""
+        return False
+
+    def after_backward(self) -> None:
+        """Nothing to do."""
+
+    def after_step(self) -> None:
+        """Nothing to do."""
+
+    def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
+        """Never prunes."""
+        return None
+
+    def finish(self) -> PruneEvent | None:
+        """Keeps the network."""
+        return None
+
+    def retained(self) -> Mapping[str, Retained]:
+        """The network as it stands."""
+        return count_retained(self.model, self.example_inputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to remember."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to remember."""
