@@ -150,8 +150,9 @@ def test_channels_last() -> None:
 @pytest.mark.parametrize(
     ("images", "labels", "options", "message"),
     [
-        (torch.zeros(4, 1, 2, 2), torch.zeros(4), {}, "uint8.*not torch.float32"),
-        (torch.zeros(4, 2, dtype=torch.uint8), torch.zeros(4), {}, r"not torch.uint8 of \(4, 2\)"),
+        (torch.zeros(4, 1, 2, 2, dtype=torch.int64), torch.zeros(4), {}, "uint8 or floating.*not torch.int64"),
+        (torch.zeros(4, dtype=torch.uint8), torch.zeros(4), {}, r"not torch.uint8 of \(4,\)"),
+        (torch.zeros(4, 2), torch.zeros(4), {"augment": "crop"}, r"not \(4, 2\)"),
         (torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(3), {}, r"shape \(4,\).*not \(3,\)"),
         (torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4, device="meta"), {}, "labels on meta"),
         (torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), {"batch_size": 0}, "at least 1, not 0"),
@@ -168,3 +169,12 @@ def test_channels_last() -> None:
 def test_bad_arguments(images: Tensor, labels: Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Batches(images, labels, **{"batch_size": 2, **options})
+
+
+def test_features_come_as_they_are_and_images_flat_on_request() -> None:
+    features = torch.randn(6, 3)
+    batch, _ = next(iter(Batches(features, torch.arange(6), 6, shuffle=False)))
+    assert torch.equal(batch, features)
+    images, labels = random(4)
+    flat, _ = next(iter(Batches(images, labels, 4, shuffle=False, flat=True)))
+    assert torch.equal(flat, images.reshape(4, -1) / 255)

@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from rlsprune.experiments.config import PAPER, RLS_TRAINING, RunConfig, TrainingSettings, make_config
+from rlsprune.experiments.config import PAPER, RLS_TRAINING, RunConfig, make_config
 from rlsprune.experiments.paper import TABLES
 from rlsprune.experiments.plan import COMPARED, comparison, sweep, twin_of
 from rlsprune.experiments.registry import BASELINES, EXPERIMENTS, METHODS
+from rlsprune.train.settings import TrainingSettings
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from rlsprune.experiments.config import RLS_DEFAULTS, TrainingSettings, make_config
-from rlsprune.experiments.methods import RLSPruning
-from rlsprune.experiments.run import _Run, load_data, run
+from rlsprune.experiments.config import RLS_DEFAULTS, make_config
+from rlsprune.experiments.run import load_data, make_recipe, run
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.observer import Observer
+from rlsprune.train.pruning import RLSPruning
+from rlsprune.train.run import Run
+from rlsprune.train.settings import TrainingSettings
 
 
-def current(tmp_path: Path, tiny: dict[str, Any], training: TrainingSettings, epochs: int) -> _Run:
+def current(tmp_path: Path, tiny: dict[str, Any], training: TrainingSettings, epochs: int) -> Run:
     config = make_config("digits-fnn", "none", training=training, epochs=epochs, **tiny)
-    return _Run(config, RunFolder(tmp_path), load_data(config))
+    return Run(make_recipe(config, load_data(config)), RunFolder(tmp_path))
 
 
 def test_learning_rate_stays_and_then_falls_to_zero(tmp_path: Path, tiny: dict[str, Any]) -> None:
@@ -36,7 +38,7 @@ def test_learning_rate_stays_and_then_falls_to_zero(tmp_path: Path, tiny: dict[s
 def test_noise_zeroes_its_share_keeps_the_mean_and_spares_evaluation(tmp_path: Path, tiny: dict[str, Any]) -> None:
     live = current(tmp_path, tiny, TrainingSettings(input_noise=0.25), epochs=1)
     state = live.batches.state_dict()
-    clean = torch.cat([inputs for inputs, _ in live._inputs(live.batches)])
+    clean = torch.cat([inputs for inputs, _ in live.batches])
     live.batches.load_state_dict(state)
     noisy = torch.cat([inputs for inputs, _ in live._noisy(live.batches)])
     gone = (noisy == 0) & (clean != 0)
@@ -56,8 +58,7 @@ def pruning(tolerance: float, inputs: Tensor) -> RLSPruning:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = SGD(model.parameters(), lr=0.1)
     settings = replace(RLS_DEFAULTS, criterion="l1", compensate=False, tolerance=tolerance, target=None)
-    config = make_config("digits-fnn", epochs=100, warmup_epochs=0)
-    return RLSPruning(model, optimizer, inputs, config, settings)
+    return RLSPruning(model, optimizer, inputs, settings, epochs=100, warmup_epochs=0)
 
 
 @pytest.mark.parametrize(("tolerance", "epochs"), [(0.0, [1, 4, 5]), (0.05, [1, 2, 4, 5])])

@@ -1,4 +1,4 @@
-"""Batches made on the device from images that lie there as bytes."""
+"""Batches made on the device from images that lie there as bytes, or from features."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Batches:
     the same on every device, and an epoch that was left early does not change the next.
 
     Args:
-        images: uint8, (N, C, H, W).
+        images: uint8, whose values are divided by 255, or floating point, whose values are taken as they are; of any
+            shape (N, …), and (N, C, H, W) for augmentation.
         labels: (N,), on the same device.
         batch_size: images per batch; the last batch of an epoch may be smaller.
         seed: of the shuffling and the augmentation.
@@ -33,6 +34,7 @@ class Batches:
         images_per_epoch: how many of the images an epoch takes, others each time; None: all.
         augment: "crop": shift by up to 4 pixels, with black coming in; "crop+flip": and mirror every second image.
         channels_last: the memory format in which convolutions are faster on a CPU.
+        flat: give (N, features), whatever the shape.
 
     Example:
         >>> from rlsprune.data import Batches, load
@@ -56,9 +58,14 @@ class Batches:
         images_per_epoch: int | None = None,
         augment: Augment | None = None,
         channels_last: bool = False,
+        flat: bool = False,
     ) -> None:
-        if images.dtype != torch.uint8 or images.ndim != 4:
-            raise ValueError(f"images must be uint8 of shape (N, C, H, W), not {images.dtype} of {tuple(images.shape)}")
+        if (images.dtype != torch.uint8 and not images.is_floating_point()) or images.ndim < 2:
+            raise ValueError(
+                f"images must be uint8 or floating point of shape (N, …), not {images.dtype} of {tuple(images.shape)}"
+            )
+        if images.ndim != 4 and (augment is not None or channels_last):
+            raise ValueError(f"augment and channels_last are for images (N, C, H, W), not {tuple(images.shape)}")
         if labels.shape != (len(images),):
             raise ValueError(f"labels must have shape ({len(images)},) like the images, not {tuple(labels.shape)}")
         if labels.device != images.device:
@@ -81,6 +88,7 @@ class Batches:
         self.images_per_epoch = len(images) if images_per_epoch is None else images_per_epoch
         self.augment = augment
         self.generator = generator if generator is not None else torch.Generator().manual_seed(seed)
+        self.flat = flat
         self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __len__(self) -> int:
@@ -112,7 +120,10 @@ class Batches:
                 images = shifted(images, shifts[0, batch], shifts[1, batch])
             if flips is not None:
                 images = torch.where(flips[batch, None, None, None], images.flip(-1), images)
-            yield images.to(torch.float32, memory_format=self._format).div_(255), labels
+            values = images.to(torch.float32, memory_format=self._format)
+            if images.dtype == torch.uint8:
+                values = values.div_(255)
+            yield values.flatten(1) if self.flat else values, labels
 
     def state_dict(self) -> dict[str, Any]:
         """What the next epoch depends on. Taken between epochs, it makes a resumed run see the same batches."""

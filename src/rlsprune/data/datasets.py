@@ -24,7 +24,7 @@ class Split:
     """Images and their labels."""
 
     images: Tensor
-    """uint8, (N, C, H, W)"""
+    """uint8, (N, C, H, W); of a user's own data also floating point, and of any shape (N, …)"""
     labels: Tensor
     """int64, (N,)"""
 
@@ -63,10 +63,9 @@ class Dataset:
     """Images taken out of the training split by `hold_out`."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Channels, height and width of an image."""
-        channels, height, width = self.train.images.shape[1:]
-        return channels, height, width
+        return tuple(self.train.images.shape[1:])
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data set on another device."""

@@ -7,35 +7,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experiment
+from rlsprune.train.settings import PruningSettings, TrainingSettings
 
-__all__ = ["PAPER", "RLS_DEFAULTS", "RLS_TRAINING", "PruningSettings", "RunConfig", "TrainingSettings", "make_config"]
+__all__ = ["PAPER", "RLS_DEFAULTS", "RLS_TRAINING", "RunConfig", "make_config"]
 
 GATES = ("train", "batch", "valid")
 LOSSES = ("mse", "cross-entropy")
 AUGMENTS = ("crop", "crop+flip")
-
-
-@dataclass(frozen=True)
-class PruningSettings:
-    """How `rls` and `rls-paper` prune; see `rlsprune.Pruner`."""
-
-    ratio: float
-    """ξ"""
-    gate: str
-    """The loss that has to recover: the epoch's mean ("train"), its last minibatch ("batch"), held-out ("valid")."""
-    criterion: str
-    compensate: bool
-    inverse: str
-    statistics: str
-    patience: int | None
-    settle: float
-    """The last share of the epochs, in which nothing is pruned any more."""
-    tolerance: float
-    """How far above the loss at the last prune, as a share of it, the gate still opens; 0 for below it."""
-    target: float | None
-    """The share of the parameters at which pruning ends; None for no end but the gate's."""
-    reunite: bool
-    """Whether the images held out for the gate are trained on once pruning has ended."""
 
 
 PAPER = PruningSettings(
@@ -67,21 +45,6 @@ RLS_DEFAULTS = PruningSettings(
     reunite=True,
 )
 """Ours."""
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How the network is trained, beyond the optimizer's own settings. As it stands: the paper's way."""
-
-    lr_decay: float = 0.0
-    """The last share of the epochs, in which the learning rate falls linearly to zero, batch by batch."""
-    input_noise: float = 0.0
-    """The share of the input values that are set to zero at random in training; the others are scaled up to match."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} {value} is not valid: it must be in [0, 1)")
 
 
 RLS_TRAINING = TrainingSettings(lr_decay=0.4, input_noise=0.1)

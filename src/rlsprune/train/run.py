@@ -1,0 +1,233 @@
+"""One run from beginning to end, or on from where it was stopped."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlsprune import io
+from rlsprune.data.batches import Batches
+from rlsprune.data.datasets import Split
+from rlsprune.inputs import kept_inputs
+from rlsprune.profile import count, latency
+from rlsprune.prune.event import PruneEvent
+from rlsprune.train.counting import count_retained, percent
+from rlsprune.train.environment import describe_environment
+from rlsprune.train.folder import RunFolder
+from rlsprune.train.loop import Batch, EpochLoss, Evaluation, evaluate, train_epoch
+from rlsprune.train.method import Retained
+from rlsprune.train.observer import Observer
+from rlsprune.train.recipe import Recipe
+from rlsprune.train.record import Record, layer_rows, tail, total_percent
+
+__all__ = ["Run", "train_and_prune"]
+
+
+def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
+    """Trains and prunes as the recipe says; goes on from the folder's last checkpoint if it has one.
+
+    Args:
+        recipe: The run.
+        folder: Where its files go.
+        observer: Who is told about it.
+
+    Returns:
+        The summary, as in the folder's summary.json.
+    """
+    observer = observer or Observer()
+    torch.set_num_threads(recipe.threads)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    folder.write_json("config", recipe.config)
+    folder.write_json("environment", describe_environment())
+    current = Run(recipe, folder)
+    try:
+        observer.start(recipe.config, current.done, recipe.epochs, len(current.batches))
+        while current.done < recipe.epochs:
+            current.epoch(observer)
+    finally:
+        observer.close()
+    summary = current.summary()
+    io.save(current.model, folder.model, metadata={"config": dict(recipe.config), "events": current.record.events})
+    folder.write_json("summary", summary)
+    folder.drop_old_checkpoints()
+    observer.end(summary)
+    return summary
+
+
+@dataclass(frozen=True)
+class _Unpruned:
+    """What the percentages are of."""
+
+    counts: dict[str, Retained]
+    flops: int
+
+
+class Run:
+    """A run's live objects."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+        self.recipe, self.folder, self.record, self.done = recipe, folder, Record(), 0
+        self.data = recipe.data
+        self.batches = recipe.training_batches(
+            self.data.train, torch.Generator().manual_seed(recipe.seed), len(self.data.train)
+        )
+        self.example = recipe.example()
+        self.model = recipe.build_model()
+        self.unpruned = _Unpruned(count_retained(self.model, self.example), self._flops())
+        saved = folder.load_checkpoint(into=self.model)
+        if saved is None:
+            recipe.prepare(self.model)
+        recipe.in_layout(self.model)
+        self.optimizer = recipe.build_optimizer(self.model)
+        self.scheduler = LambdaLR(self.optimizer, self._lr_factor)
+        self.method = recipe.build_method(self.model, self.optimizer, self.example)
+        if saved is not None:
+            self._restore(*saved)
+        self._write_lines()
+
+    def epoch(self, observer: Observer) -> None:
+        """Trains one epoch, prunes perhaps, and leaves a checkpoint."""
+        started, epoch = time.perf_counter(), self.done + 1
+        if self.method.settled and self.data.valid is not None:
+            self._reunite()
+
+        def on_batch(number: int, loss: Tensor) -> None:
+            self.scheduler.step()
+            observer.batch(number, loss)
+
+        losses = train_epoch(
+            self.model, self.optimizer, self._noisy(self.batches), self.recipe.loss, self.method, on_batch
+        )
+        gate_loss = self._gate_loss(losses)
+        test = self._evaluate(self.data.test)
+        event = None if gate_loss is None else self.method.end_epoch(epoch, gate_loss)
+        test = self._note(epoch, event, test, observer)
+        if epoch == self.recipe.epochs:
+            test = self._note(epoch, self.method.finish(), test, observer)
+        counts = dict(self.method.retained())
+        nodes_percent, weights_percent = total_percent(counts, self.unpruned.counts)
+        self.record.add_epoch(
+            {
+                "epoch": epoch,
+                "train_loss": losses.mean,
+                "gate_loss": gate_loss,
+                "test_loss": test.loss,
+                "precision": test.precision,
+                "nodes_percent": nodes_percent,
+                "weights_percent": weights_percent,
+                "flops_percent": percent(self._flops(), self.unpruned.flops),
+                "seconds": time.perf_counter() - started,
+            }
+        )
+        self.done = epoch
+        self.folder.save_checkpoint(epoch, self.model, self._state())
+        self._write_lines()
+        observer.epoch(self.record.metrics[-1], counts)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in a few numbers."""
+        metrics, events = self.record.metrics, self.record.events
+        last, final = tail(metrics, events), metrics[-1]
+        images = self.recipe.example(self.recipe.batch_size)
+        # Both now, one after the other: other work on the machine then slows them alike.
+        unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
+        latency_ms, spread = latency(self.model, images)
+        return {
+            **self.recipe.title,
+            "epochs": self.recipe.epochs,
+            "precision": statistics.fmean(line["precision"] for line in last),
+            "loss": statistics.fmean(line["test_loss"] for line in last),
+            "final_precision": final["precision"],
+            "nodes_percent": final["nodes_percent"],
+            "weights_percent": final["weights_percent"],
+            "flops_percent": final["flops_percent"],
+            "latency_ms": latency_ms,
+            "latency_iqr_ms": spread,
+            "latency_unpruned_ms": unpruned_ms,
+            "latency_batch": self.recipe.batch_size,
+            "seconds": sum(line["seconds"] for line in metrics),
+            "events": sum(event["kind"] == "prune" for event in events),
+            "kept_inputs": _kept_inputs(self.model),
+            "layers": layer_rows(self.method.retained(), self.unpruned.counts),
+        }
+
+    def _note(self, epoch: int, event: PruneEvent | None, before: Evaluation, observer: Observer) -> Evaluation:
+        """Evaluates again if something was pruned."""
+        if event is None:
+            return before
+        after = self._evaluate(self.data.test)
+        observer.event(self.record.add_event(epoch, event, before, after))
+        return after
+
+    def _gate_loss(self, losses: EpochLoss) -> float | None:
+        """What decides on the next prune; None when there is none to decide on."""
+        if self.recipe.gate == "valid":
+            return None if self.data.valid is None else self._evaluate(self.data.valid).loss
+        return losses.mean if self.recipe.gate == "train" else losses.last
+
+    def _reunite(self) -> None:
+        """From now on trains on the held-out images too, in epochs of as many images as before."""
+        held_in = len(self.data.train)
+        self.data = self.data.reunite()
+        self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
+
+    def _evaluate(self, split: Split) -> Evaluation:
+        return evaluate(self.model, self.recipe.evaluation_batches(split), self.recipe.loss)
+
+    def _noisy(self, batches: Batches) -> Iterator[Batch]:
+        """As the network takes them in training."""
+        share = self.recipe.training.input_noise
+        for inputs, labels in batches:
+            if share:
+                # Drawn on the CPU, whose random state the checkpoint has, so that a run goes on alike on every device.
+                kept = (torch.rand(inputs.shape) >= share).to(inputs.device)
+                inputs = inputs * kept / (1 - share)
+            yield inputs, labels
+
+    def _lr_factor(self, step: int) -> float:
+        """Of the learning rate, at a step counted from the beginning of the run."""
+        steps = self.recipe.epochs * len(self.batches)
+        falling = self.recipe.training.lr_decay * steps
+        return min(1.0, (steps - step) / falling) if falling else 1.0
+
+    def _flops(self) -> int:
+        return count(self.model, self.example)[1]
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "method": self.method.state_dict(),
+            "batches": self.batches.state_dict(),
+            "record": self.record.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+    def _restore(self, epoch: int, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.method.load_state_dict(state["method"])
+        self.batches.load_state_dict(state["batches"])
+        self.record.load_state_dict(state["record"])
+        torch.set_rng_state(state["random"])
+        self.done = epoch
+
+    def _write_lines(self) -> None:
+        self.folder.write_lines("metrics", self.record.metrics)
+        self.folder.write_lines("events", self.record.events)
+
+
+def _kept_inputs(model: nn.Module) -> list[int] | None:
+    for layer in model.modules():
+        kept = kept_inputs(layer)
+        if kept is not None:
+            return [int(index) for index in kept]
+    return None

@@ -1,0 +1,45 @@
+"""How a run trains and prunes, as it stands in its config.json. Light to import: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["PruningSettings", "TrainingSettings"]
+
+
+@dataclass(frozen=True)
+class PruningSettings:
+    """How `rls` and `rls-paper` prune; see `rlsprune.Pruner`."""
+
+    ratio: float
+    """ξ"""
+    gate: str
+    """The loss that has to recover: the epoch's mean ("train"), its last minibatch ("batch"), held-out ("valid")."""
+    criterion: str
+    compensate: bool
+    inverse: str
+    statistics: str
+    patience: int | None
+    settle: float
+    """The last share of the epochs, in which nothing is pruned any more."""
+    tolerance: float
+    """How far above the loss at the last prune, as a share of it, the gate still opens; 0 for below it."""
+    target: float | None
+    """The share of the parameters at which pruning ends; None for no end but the gate's."""
+    reunite: bool
+    """Whether the images held out for the gate are trained on once pruning has ended."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How the network is trained, beyond the optimizer's own settings. As it stands: the paper's way."""
+
+    lr_decay: float = 0.0
+    """The last share of the epochs, in which the learning rate falls linearly to zero, batch by batch."""
+    input_noise: float = 0.0
+    """The share of the input values that are set to zero at random in training; the others are scaled up to match."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} {value} is not valid: it must be in [0, 1)")
