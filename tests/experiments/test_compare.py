@@ -41,9 +41,32 @@ def test_comparison_runs_what_is_missing_and_writes_the_table(
     event = RunFolder(pruned.folder).read_lines("events")[0]
     assert column["lost_per_event"] == pytest.approx(event["precision_before"] - event["precision_after"])
     assert (tmp_path / "comparison.md").read_text() in table
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+    # Of all methods, the finished ones: the same table, and nothing is run.
+    finished = ["compare", "digits-fnn", *OPTIONS, "--finished", "--out", str(tmp_path)]
+    assert main(finished) == 0
+    assert (tmp_path / "comparison.md").read_text() in table
 
     assert main([*command, "--batch-size", "64"]) == 2
     assert "batch_size 64 instead of 128" in capsys.readouterr().err
+
+
+def test_finished_runs_are_compared_without_those_that_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = ["compare", "digits-fnn", "--finished", *OPTIONS, "--out", str(tmp_path)]
+    assert main(finished) == 2
+    assert "no finished run" in capsys.readouterr().err
+    _, pruned = comparison("digits-fnn", ["l1-norm"], [0], tmp_path, **SETTINGS)
+    finish(pruned)
+    assert main(finished) == 2
+    assert "none of the finished runs is unpruned" in capsys.readouterr().err
+    slimming = comparison("digits-fnn", ["net-slimming"], [0], tmp_path, **SETTINGS)[0]
+    finish(slimming)
+    assert main(finished) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| l1-norm"))
+    assert "(" not in row, "its unpruned twin is not there"
 
 
 def test_run_that_fails_is_named_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,9 @@ def compare(
     device: options.Device = None,
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
+    finished: Annotated[
+        bool, typer.Option("--finished", help="Run nothing: compare the runs in --out that are finished.")
+    ] = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Run all methods and their unpruned twins, and put them beside the paper's table. Finished runs are kept."""
@@ -71,9 +74,12 @@ def compare(
         augment=augment,
         **machine,
     )
+    if finished:
+        runs = _finished(runs, folder)
     _run(runs, jobs, quiet)
 
     from rlsprune.experiments.compare import compare_runs
+    from rlsprune.experiments.figures import draw_comparison
     from rlsprune.experiments.table import comparison_table
     from rlsprune.files import replacing
 
@@ -82,7 +88,8 @@ def compare(
     for name, text in (("comparison.json", json.dumps(comparison, indent=2) + "\n"), ("comparison.md", table)):
         with replacing(folder / name) as path:
             path.write_text(text, encoding="utf-8")
-    typer.echo(f"{table}\nWritten to {folder / 'comparison.md'} and comparison.json")
+    draw_comparison(comparison, folder / "comparison.png")
+    typer.echo(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json and comparison.png")
 
 
 def sweep(
@@ -153,6 +160,15 @@ def _methods(text: str) -> list[str]:
         if method not in COMPARED:
             raise ValueError(f"--methods {method} is not valid: choose among {', '.join(COMPARED)}")
     return methods
+
+
+def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
+    from rlsprune.train.folder import RunFolder
+
+    found = [run for run in runs if RunFolder(run.folder).finished]
+    if not found:
+        raise ValueError(f"there is no finished run in {folder}: leave out --finished to run them")
+    return found
 
 
 def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.experiments.paper import TABLES
-from rlsprune.experiments.plan import PlannedRun, twin_of
+from rlsprune.experiments.plan import TWINS, PlannedRun, twin_of
 from rlsprune.experiments.registry import experiment
 from rlsprune.train.folder import RunFolder
 
@@ -33,15 +33,21 @@ def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
     Args:
         name: The experiment.
-        runs: Finished ones, as `plan.comparison` gives them.
+        runs: Finished ones, as `plan.comparison` gives them; an unpruned network among them.
+
+    Raises:
+        ValueError: None of them is unpruned.
     """
     labels = list(dict.fromkeys(run.label for run in runs))
     folders = {label: [run.folder for run in runs if run.label == label] for label in labels}
     columns = {label: _column(paths) for label, paths in folders.items()}
-    methods = [label for label in labels if any(run.label == label and run.config.method == label for run in runs)]
-    methods = [label for label in methods if label != "none"]
+    methods = [label for label in labels if label not in TWINS]
+    unpruned = {label: columns[label] for label in labels if label in TWINS}
+    if not unpruned:
+        raise ValueError(f"none of the finished runs is unpruned: run one of {', '.join(TWINS)} first")
     for label in methods:
-        columns[label]["unpruned"] = {key: columns[twin_of(label)][key] for key in ("precision", "loss")}
+        twin = unpruned.get(twin_of(label))
+        columns[label]["unpruned"] = None if twin is None else {key: twin[key] for key in ("precision", "loss")}
     table = experiment(name).table
     return {
         "experiment": name,
@@ -50,7 +56,7 @@ def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
         "epochs": runs[0].config.epochs,
         "preset": runs[0].config.preset,
         "methods": {label: columns[label] for label in methods},
-        "unpruned": {label: columns[label] for label in labels if label not in methods},
+        "unpruned": unpruned,
         "paper_table": table,
         "paper": {} if table is None else {label: vars(column) for label, column in TABLES[table].items()},
     }
@@ -63,6 +69,7 @@ def _column(paths: Iterable[Path]) -> dict[str, Any]:
     lost = [event["precision_before"] - event["precision_after"] for event in events]
     waits = [event["epochs_to_recover"] for event in events if event["epochs_to_recover"] is not None]
     return {
+        "runs": len(summaries),
         **{name: _spread([summary[name] for summary in summaries]) for name in _MEASURES},
         "layers": _layers([summary["layers"] for summary in summaries]),
         "lost_per_event": statistics.fmean(lost) if lost else None,

@@ -15,13 +15,50 @@ from rlsprune.files import replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_pixels", "draw_sweep"]
+__all__ = ["draw_comparison", "draw_pixels", "draw_sweep"]
 
 _PANELS = (
     ("nodes_percent", "retained nodes (%)"),
     ("weights_percent", "retained weights (%)"),
     ("precision", "precision (%)"),
 )
+
+
+_COSTS = (("weights_percent", "retained weights (%)"), ("flops_percent", "FLOPs (%)"), ("seconds", "run (s)"))
+
+
+def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
+    """Precision against weights, FLOPs and the time of the run, a point for each method; unpruned networks hollow.
+
+    Args:
+        comparison: As `compare_runs` gives it.
+        path: The picture's file; its ending says which kind.
+    """
+    figure = _figure(12, 4.2)
+    figure.suptitle(f"{comparison['title']}, {comparison['epochs']} epochs")
+    points = [(label, column, True) for label, column in comparison["methods"].items()]
+    points += [(label, column, False) for label, column in comparison["unpruned"].items()]
+    for axes, (key, title) in zip(figure.subplots(1, len(_COSTS), sharey=True), _COSTS, strict=True):
+        for number, (label, column, pruned) in enumerate(points):
+            cost, precision = column[key], column["precision"]
+            axes.errorbar(
+                cost["mean"],
+                precision["mean"],
+                xerr=cost["deviation"],
+                yerr=precision["deviation"],
+                marker="osD^v<>P*XhH"[number % 12],
+                markersize=9 if label == "rls" else 6,
+                color=f"C{number % 10}",
+                markerfacecolor=None if pruned else "none",
+                linestyle="none",
+                label=label,
+            )
+        axes.set_xlabel(title)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("test precision (%)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    _save(figure, path)
 
 
 def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:

@@ -17,8 +17,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
         + (f"seed {seeds[0]}" if len(seeds) == 1 else f"mean of seeds {', '.join(map(str, seeds))}"),
         "Retained nodes / weights in percent; n and w are those of the unpruned network.",
         _layer_table(comparison),
-        "Precision and loss on the test set, (unpruned, pruned), and the costs.",
-        _result_table(comparison["methods"]),
+        "Precision and loss on the test set, (unpruned, pruned), and the costs; the unpruned networks last.",
+        _result_table(comparison),
     ]
     if comparison["paper"]:
         parts += [f"The paper's Table {number}, 200 epochs.", _paper_table(comparison)]
@@ -65,9 +65,10 @@ def _share(layer: Mapping[str, Any]) -> str:
     return f"{layer['nodes_percent']:.1f} / {weights}"
 
 
-def _result_table(methods: Mapping[str, Any]) -> str:
+def _result_table(comparison: Mapping[str, Any]) -> str:
     head = [
         "Method",
+        "runs",
         "precision %",
         "loss",
         "nodes %",
@@ -79,15 +80,16 @@ def _result_table(methods: Mapping[str, Any]) -> str:
         "lost per event",
         "epochs to recover",
     ]
-    return aligned([head, *([label, *_results(column)] for label, column in methods.items())])
+    columns = {**comparison["methods"], **comparison["unpruned"]}
+    return aligned([head, *([label, *_results(column)] for label, column in columns.items())])
 
 
 def _results(column: Mapping[str, Any]) -> list[str]:
-    unpruned = column["unpruned"]
     lost = column["lost_per_event"]
     return [
-        f"({unpruned['precision']['mean']:.2f}, {_number(column['precision'], 2)})",
-        f"({unpruned['loss']['mean']:.3f}, {_number(column['loss'], 3)})",
+        str(column["runs"]),
+        _beside_unpruned(column, "precision", 2),
+        _beside_unpruned(column, "loss", 3),
         _number(column["nodes_percent"], 1),
         _number(column["weights_percent"], 1),
         _number(column["flops_percent"], 1),
@@ -97,6 +99,11 @@ def _results(column: Mapping[str, Any]) -> list[str]:
         "-" if lost is None else f"{lost:.2f}",
         _recovery(column),
     ]
+
+
+def _beside_unpruned(column: Mapping[str, Any], key: str, digits: int) -> str:
+    pruned, twin = _number(column[key], digits), column.get("unpruned")
+    return pruned if twin is None else f"({twin[key]['mean']:.{digits}f}, {pruned})"
 
 
 def _number(value: Mapping[str, float], digits: int) -> str:
