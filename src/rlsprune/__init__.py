@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlsprune.profile import profile as profile
     from rlsprune.prune.event import PruneEvent as PruneEvent
     from rlsprune.prune.pruner import Pruner as Pruner
+    from rlsprune.train.shrink import shrink as shrink
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "load": "rlsprune.io",
     "profile": "rlsprune.profile",
     "save": "rlsprune.io",
+    "shrink": "rlsprune.train.shrink",
     "strip_inputs": "rlsprune.inputs",
 }
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "load",
     "profile",
     "save",
+    "shrink",
     "strip_inputs",
 ]
 

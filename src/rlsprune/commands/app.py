@@ -9,7 +9,7 @@ import rich  # noqa: F401  # typer does without, the progress display does not: 
 import typer
 
 import rlsprune
-from rlsprune.commands import compare, data, run
+from rlsprune.commands import compare, data, pareto, run
 
 __all__ = ["app", "execute"]
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("run", epilog=run.EXAMPLES)(run.run)
 app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
 app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
+app.command("pareto", epilog=pareto.EXAMPLES)(pareto.pareto)
 app.add_typer(data.app, name="data")
 
 

@@ -15,7 +15,7 @@ from rlsprune.files import replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_comparison", "draw_pixels", "draw_sweep"]
+__all__ = ["draw_comparison", "draw_front", "draw_pixels", "draw_sweep"]
 
 _PANELS = (
     ("nodes_percent", "retained nodes (%)"),
@@ -81,6 +81,33 @@ def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, pa
             values = [line[key] for metrics in curves.values() for line in metrics[len(metrics) // 10 :]]
             axes.set_ylim(max(0.0, np.percentile(values, 2) - 1), min(100.0, max(values) + 0.5))
     figure.axes[0].legend(title="ξ")
+    _save(figure, path)
+
+
+def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, path: Path) -> None:
+    """Precision against what is left of the parameters and FLOPs, right after each event and after recovery.
+
+    Args:
+        points: As `shrink_run` gives them, the whole network first.
+        chosen: Which of them was kept.
+        title: Above the panels.
+        path: The picture's file; its ending says which kind.
+    """
+    figure = _figure(10, 4)
+    figure.suptitle(title)
+    for axes, (key, label) in zip(
+        figure.subplots(1, 2, sharey=True), (("params", "parameters (%)"), ("flops", "FLOPs (%)")), strict=True
+    ):
+        shares = [100 * point[key] / points[0][key] for point in points]
+        axes.plot(shares, [point["precision"] for point in points], "o-", label="test")
+        axes.plot(shares, [point["score"] for point in points], "s--", alpha=0.6, label="held-out")
+        axes.plot(shares, [point["score_pruned"] for point in points], ".", label="held-out, right after the prune")
+        axes.axvline(shares[chosen], color="gray", linestyle=":", label="chosen")
+        axes.set(xlabel=label, xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3, which="both")
+    figure.axes[0].set_ylabel("precision (%)")
+    figure.axes[0].legend()
     _save(figure, path)
 
 

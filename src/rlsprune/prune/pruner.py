@@ -197,6 +197,17 @@ class Pruner:
         """Whether the loss has been below the gate since the last prune."""
         return self._gate.recovered
 
+    @property
+    def target_reached(self) -> bool:
+        """Whether the network is as small as ``target`` asks for; never without one."""
+        return self._budget.reached()
+
+    def close(self) -> None:
+        """Removes the pruner's hooks from the model, which stays as it is. Nothing can be pruned after that."""
+        self.done = True
+        if self._statistics is not None:
+            self._statistics.close()
+
     # --- the result ---------------------------------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,75 @@
+"""`rlsprune pareto`: how small a finished run's network can get, and what that costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlsprune.commands import options
+
+__all__ = ["EXAMPLES", "pareto"]
+
+EXAMPLES = """Examples: `rlsprune pareto runs/digits-fnn-none-seed0` ·
+`rlsprune pareto runs/mnist-fnn-none-seed0 --max-drop 0.3 --ratio 0.1`"""
+
+
+def pareto(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            "--max-drop", help="Stop when held-out precision stays so many points below the run's. Default: 1."
+        ),
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option("--target", help="Stop at this share of the parameters, whatever the precision.")
+    ] = None,
+    ratio: Annotated[float, typer.Option("--ratio", help="The share of a layer that goes in a round.")] = 0.2,
+    recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
+    lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
+    data_dir: options.DataDir = None,
+    out: options.Out = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Make a finished run's network smaller and smaller, and draw precision against size."""
+    from rlsprune.experiments.pareto import shrink_run
+    from rlsprune.train.folder import RunFolder
+
+    source = RunFolder(run)
+    if not source.finished:
+        raise ValueError(
+            f"{run} holds no finished run: give the folder of one, or finish it with `rlsprune run --resume`"
+        )
+    folder = out or run / "pareto"
+    folder.mkdir(parents=True, exist_ok=True)
+    full: dict[str, Any] = {}
+
+    def show(point: dict[str, Any]) -> None:
+        full.update({key: value for key, value in point.items() if key not in full})
+        if not quiet:
+            typer.echo(_line(point, full))
+
+    result = shrink_run(
+        source,
+        folder,
+        max_drop=1.0 if max_drop is None and target is None else max_drop,
+        target=target,
+        ratio=ratio,
+        recovery_epochs=recovery_epochs,
+        lr=lr,
+        data_dir=data_dir,
+        on_point=show,
+    )
+    typer.echo(f"chosen: {_line(result['front'][result['chosen']], full)}")
+    typer.echo(f"Written to {folder}: model.safetensors, pareto.png and pareto.json")
+
+
+def _line(point: dict[str, Any], full: dict[str, Any]) -> str:
+    params, flops = (100 * point[what] / full[what] for what in ("params", "flops"))
+    return (
+        f"{params:5.1f} % of the parameters  {flops:5.1f} % of the FLOPs  precision {point['precision']:.2f} %  "
+        f"held-out {point['score']:.2f} % (right after the prune {point['score_pruned']:.2f} %)  "
+        f"epoch {point['epochs']}  {point['seconds']:.0f} s"
+    )

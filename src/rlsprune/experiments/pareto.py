@@ -1,0 +1,91 @@
+"""From a run's finished network to smaller and smaller ones: precision against size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlsprune import io
+from rlsprune.experiments.config import RunConfig
+from rlsprune.experiments.figures import draw_front
+from rlsprune.experiments.run import load_data, make_recipe
+from rlsprune.optim.rls import RLS
+from rlsprune.train.folder import RunFolder
+from rlsprune.train.loop import evaluate
+from rlsprune.train.shrink import FrontPoint, shrink
+
+__all__ = ["shrink_run"]
+
+Point = dict[str, Any]
+
+
+def shrink_run(
+    source: RunFolder,
+    out: Path,
+    *,
+    max_drop: float | None,
+    target: float | None,
+    ratio: float,
+    recovery_epochs: int,
+    lr: float,
+    data_dir: Path | None = None,
+    on_point: Callable[[Point], object] = lambda point: None,
+) -> Mapping[str, Any]:
+    """Shrinks a run's network, and writes the front, its picture and the chosen network.
+
+    Every choice is made on images held out of the training split; those of the test split are only looked at.
+
+    Args:
+        source: A finished run.
+        out: The folder for pareto.json, pareto.png and model.safetensors.
+        max_drop: In points of precision; see `rlsprune.shrink`.
+        target: The share of the parameters to end at.
+        ratio: The share of a layer's channels that goes in a round.
+        recovery_epochs: At most, after each round.
+        lr: η of the RLS that recovers.
+        data_dir: Where the data lie, if not where the run found them.
+        on_point: Told about each network on the way.
+
+    Returns:
+        What stands in pareto.json.
+    """
+    config = replace(RunConfig.from_dict(source.read_json("config")), gate="valid")
+    if data_dir is not None:
+        config = replace(config, data_dir=str(data_dir))
+    data = load_data(config)
+    assert data.valid is not None
+    torch.set_num_threads(config.threads)
+    recipe = make_recipe(config, data)
+    model = recipe.in_layout(io.load(source.model, into=recipe.build_model()))
+    test = recipe.evaluation_batches(data.test)
+    points: list[Point] = []
+
+    def note(point: FrontPoint, network: nn.Module) -> None:
+        points.append({**asdict(point), "precision": evaluate(network, test, recipe.loss).precision})
+        on_point(points[-1])
+
+    torch.manual_seed(config.seed)
+    shrunk = shrink(
+        model,
+        recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
+        target=None if target is None else {"params": target},
+        max_drop=max_drop,
+        valid=recipe.evaluation_batches(data.valid),
+        loss=recipe.loss,
+        optimizer=lambda network: RLS(network, lr=lr),
+        ratio=ratio,
+        recovery_epochs=recovery_epochs,
+        on_point=note,
+    )
+    chosen = shrunk.front.index(shrunk.chosen)
+    settings = {"max_drop": max_drop, "target": target, "ratio": ratio, "recovery_epochs": recovery_epochs, "lr": lr}
+    result = {"run": dict(recipe.title), "settings": settings, "chosen": chosen, "front": points}
+    io.save(shrunk.model, out / "model.safetensors", metadata={"config": config.to_dict()})
+    draw_front(points, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
+    RunFolder(out).write_json("pareto", result)
+    return result

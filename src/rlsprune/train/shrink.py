@@ -1,0 +1,242 @@
+"""A network that someone else has trained, made smaller: prune, recover, look, again."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.optim import Optimizer
+
+from rlsprune._arguments import check_argument
+from rlsprune.optim.rls import RLS
+from rlsprune.profile import count
+from rlsprune.prune.pruner import Pruner
+from rlsprune.prune.snapshot import Snapshot
+from rlsprune.train.loop import Batch, Loss, evaluate, train_epoch
+from rlsprune.train.unpruned import NoPruning
+
+__all__ = ["FrontPoint", "Shrunk", "shrink"]
+
+# Batches that an event's statistics come from: enough for the most rows that are kept of a layer.
+_CALIBRATION_BATCHES = 32
+
+Score = Callable[[nn.Module], float]
+"""How good a network is, higher is better."""
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A network on the way from the given one to the smallest."""
+
+    params: int
+    flops: int
+    """Of one input."""
+    score: float
+    """After recovery."""
+    score_pruned: float
+    """Right after the event, before any training."""
+    epochs: int
+    """Of recovery, since the beginning."""
+    seconds: float
+    """Since the beginning, without the time it took to score."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """What `shrink` gives back."""
+
+    model: nn.Module
+    """The network that was given, smaller."""
+    chosen: FrontPoint
+    """Which point of the front it is."""
+    front: tuple[FrontPoint, ...]
+    """The given network first, then one point for each event, smaller and smaller."""
+
+    def __str__(self) -> str:
+        first = self.front[0]
+        lines = [f"{'params':>12} {'%':>6} {'FLOPs %':>8} {'score':>8} {'right after':>12} {'epochs':>7}"]
+        for point in self.front:
+            mark = "  ← this one" if point is self.chosen else ""
+            lines.append(
+                f"{point.params:>12,} {100 * point.params / first.params:>6.1f} "
+                f"{100 * point.flops / first.flops:>8.1f} {point.score:>8.2f} {point.score_pruned:>12.2f} "
+                f"{point.epochs:>7}{mark}"
+            )
+        return "\n".join(lines)
+
+
+def shrink(
+    model: nn.Module,
+    data: Iterable[Batch],
+    *,
+    target: Mapping[str, float] | None = None,
+    max_drop: float | None = None,
+    valid: Iterable[Batch] | None = None,
+    loss: Loss = F.cross_entropy,
+    score: Score | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    ratio: float = 0.2,
+    recovery_epochs: int = 2,
+    criterion: str = "obs",
+    ignore: Iterable[str] = (),
+    round_to: int = 1,
+    on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
+) -> Shrunk:
+    """Makes a trained network as small as the target or the allowed drop lets it be.
+
+    Each round removes a share of every layer's channels, refits the layers that read them from the exact statistics of
+    their inputs, and trains until the score is back or the epochs of recovery are used up.
+
+    Args:
+        model: Trained by anyone, with any optimizer. It is changed in place.
+        data: Training batches of (inputs, labels), to be gone through many times, as a ``DataLoader`` is.
+        target: End at this fraction of the given network: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
+            ``{"latency": 0.5}``.
+        max_drop: End when the score stays more than this below the given network's, in the score's own unit, and go
+            back to the smallest network that was within it.
+        valid: Batches that the score is measured on; None for the training batches, which flatters.
+        loss: From outputs and labels.
+        score: None for the percentage of inputs whose class is found.
+        optimizer: Makes the one that recovers; None for ``RLS(model, lr=0.1)``.
+        ratio: The share of a layer's channels that goes in a round.
+        recovery_epochs: At most, after each round.
+        criterion: As of `rlsprune.Pruner`.
+        ignore: Names of layers that keep all their channels.
+        round_to: Layers keep a multiple of this many channels.
+        on_point: Called with each point and the network as it is there.
+
+    Returns:
+        The network and the front. With ``max_drop`` it is the smallest within it, else the last.
+
+    Raises:
+        ValueError: Neither target nor max_drop is given, or there is no batch.
+        FloatingPointError: Recovery diverged. The network is then the last good one.
+
+    Example:
+        >>> import torch, rlsprune
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> inputs = torch.rand(256, 8)
+        >>> batches = [(inputs[i : i + 32], (inputs[i : i + 32, 0] > 0.5).long()) for i in range(0, 256, 32)]
+        >>> small = rlsprune.shrink(model, batches, target={"params": 0.3}, valid=batches)
+        >>> small.chosen.params <= 0.3 * small.front[0].params
+        True
+    """
+    if target is None and max_drop is None:
+        raise ValueError("give target, max_drop, or both: without either there is no end to pruning")
+    check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")
+    check_argument("recovery_epochs", recovery_epochs, recovery_epochs >= 0, "at least 0")
+    if score is None and valid is None:
+        warnings.warn("shrink scores on the training batches: give valid= held-out ones", stacklevel=2)
+    device = next(model.parameters()).device
+    batches = _OnDevice(data, device)
+    scored = _OnDevice(data if valid is None else valid, device)
+    score = score or (lambda network: evaluate(network, scored, loss).precision)
+    example = batches.example()
+    was_training = model.training
+    recovery = RLS(model, lr=0.1) if optimizer is None else optimizer(model)
+    pruner = Pruner(
+        model, recovery, example, ratio=ratio, criterion=criterion, ignore=ignore, round_to=round_to, target=target
+    )
+    front = _Front(model, recovery, example, score, max_drop, on_point)
+    try:
+        while front.within and not pruner.target_reached:
+            pruner.calibrate(itertools.islice(batches, _CALIBRATION_BATCHES))
+            if pruner.prune() is None:
+                break
+            front.pruned()
+            for _ in range(recovery_epochs):
+                train_epoch(model, recovery, batches, loss, NoPruning(model, example))
+                front.trained()
+                if front.recovered:
+                    break
+            front.add()
+    finally:
+        # Whatever happened: the smallest network that was good enough.
+        front.best.restore()
+        model.train(was_training)
+        pruner.close()
+        if isinstance(recovery, RLS):
+            recovery.close()
+    return Shrunk(model, front.chosen, tuple(front.points))
+
+
+class _OnDevice:
+    """Batches, moved to where the network is as they are used."""
+
+    def __init__(self, batches: Iterable[Batch], device: torch.device) -> None:
+        self._batches, self._device = batches, device
+
+    def __iter__(self) -> Iterator[Batch]:
+        for inputs, labels in self._batches:
+            yield inputs.to(self._device), labels.to(self._device)
+
+    def example(self) -> Tensor:
+        """One input."""
+        first = next(iter(self), None)
+        if first is None:
+            raise ValueError("data has no batch: give batches of (inputs, labels) that can be gone through many times")
+        return first[0][:1]
+
+
+class _Front:
+    """The points so far, and the best network among them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example: Tensor,
+        score: Score,
+        max_drop: float | None,
+        on_point: Callable[[FrontPoint, nn.Module], object] | None,
+    ) -> None:
+        self._model, self._optimizer, self._example = model, optimizer, example
+        self._score_of, self._max_drop, self._on_point = score, max_drop, on_point
+        self._started, self._epochs = time.perf_counter(), 0
+        self.points: list[FrontPoint] = []
+        self.pruned()
+        self.add()
+
+    def pruned(self) -> None:
+        """An event has just happened."""
+        self._score = self._score_pruned = self._timed_score()
+
+    def trained(self) -> None:
+        """So has an epoch of recovery."""
+        self._epochs += 1
+        self._score = self._timed_score()
+
+    def add(self) -> None:
+        """The network as it is now is a point of the front."""
+        params, flops = count(self._model, self._example)
+        seconds = time.perf_counter() - self._started
+        self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self._epochs, seconds))
+        if self.within:
+            self.chosen = self.points[-1]
+            self.best = Snapshot(self._model, self._optimizer, copy=True)
+        if self._on_point is not None:
+            self._on_point(self.points[-1], self._model)
+
+    @property
+    def recovered(self) -> bool:
+        """Whether the score is back where it was at the beginning."""
+        return self._score >= self.points[0].score
+
+    @property
+    def within(self) -> bool:
+        """Whether the last point is within the allowed drop."""
+        return self._max_drop is None or self.points[-1].score >= self.points[0].score - self._max_drop
+
+    def _timed_score(self) -> float:
+        """The score, taken out of the time that counts."""
+        before = time.perf_counter()
+        score = float(self._score_of(self._model))
+        self._started += time.perf_counter() - before
+        return score

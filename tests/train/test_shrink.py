@@ -1,0 +1,116 @@
+"""A trained network goes in, the smallest that is good enough comes out."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rlsprune
+from rlsprune.train.loop import evaluate
+from rlsprune.train.shrink import FrontPoint
+
+Batches = Sequence[tuple[Tensor, Tensor]]
+
+
+def batches(seed: int, count: int = 16) -> Batches:
+    """Points in a plane (and six features of noise), of which two classes lie inside and outside a circle."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(count, 64, 8, generator=generator) * 2 - 1
+    return [(x, (x[:, :2].square().sum(1) > 0.6).long()) for x in inputs]
+
+
+@pytest.fixture
+def trained() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        for inputs, labels in batches(0):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def precision(model: nn.Module) -> float:
+    return evaluate(model, batches(1), nn.functional.cross_entropy).precision
+
+
+def test_target_is_reached_and_the_front_goes_down_to_it(trained: nn.Module) -> None:
+    shrunk = rlsprune.shrink(trained, batches(0), target={"params": 0.2}, valid=batches(1), recovery_epochs=1)
+    sizes = [point.params for point in shrunk.front]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[-1] <= 0.2 * sizes[0] < sizes[-2]
+    assert shrunk.model is trained
+    assert shrunk.chosen is shrunk.front[-1]
+    assert sum(parameter.numel() for parameter in trained.parameters()) == sizes[-1]
+    assert precision(trained) == shrunk.chosen.score > 85
+    assert not trained.training
+    assert str(shrunk).splitlines()[-1].endswith("this one")
+
+
+def test_drop_is_kept_and_the_smallest_within_it_comes_back(trained: nn.Module) -> None:
+    before = precision(trained)
+    seen: list[FrontPoint] = []
+    shrunk = rlsprune.shrink(
+        trained,
+        batches(0),
+        max_drop=2.0,
+        valid=batches(1),
+        ratio=0.4,
+        recovery_epochs=1,
+        on_point=lambda point, model: seen.append(point),
+    )
+    assert tuple(seen) == shrunk.front
+    assert shrunk.front[0].score == before
+    assert shrunk.front[-1].score < before - 2.0, "it went on until it was too much"
+    assert shrunk.chosen is shrunk.front[-2]
+    assert precision(trained) == shrunk.chosen.score >= before - 2.0
+    assert shrunk.chosen.params < shrunk.front[0].params
+
+
+def test_nothing_is_left_on_the_network(trained: nn.Module) -> None:
+    shrunk = rlsprune.shrink(trained, batches(0), target={"flops": 0.5}, valid=batches(1), ignore=["0"])
+    assert trained[0].out_features == 64
+    assert not any(layer._forward_hooks for layer in shrunk.model.modules())
+
+
+def test_recovery_that_diverges_gives_the_last_good_network_back(trained: nn.Module) -> None:
+    before, weights = precision(trained), [parameter.clone() for parameter in trained.parameters()]
+
+    def explosive(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e30)
+
+    with pytest.raises(FloatingPointError, match="diverged"):
+        rlsprune.shrink(trained, batches(0), max_drop=1.0, valid=batches(1), optimizer=explosive)
+    assert precision(trained) == before
+    assert all(torch.equal(kept, now) for kept, now in zip(weights, trained.parameters(), strict=True))
+
+
+def test_own_score_decides(trained: nn.Module) -> None:
+    # One that never drops: it ends where no layer has anything left to give, and says so.
+    with pytest.warns(UserWarning, match="nothing was pruned"):
+        shrunk = rlsprune.shrink(trained, batches(0), max_drop=0, score=lambda model: 1.0, recovery_epochs=0)
+    assert shrunk.chosen.params < 0.05 * shrunk.front[0].params
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give target, max_drop, or both"),
+        ({"max_drop": -1.0}, "max_drop=-1.0"),
+        ({"target": {"params": 0.5}, "recovery_epochs": -1}, "recovery_epochs=-1"),
+        ({"target": {"params": 1.5}}, "1.5"),
+    ],
+)
+def test_bad_arguments(trained: nn.Module, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rlsprune.shrink(trained, batches(0), valid=batches(1), **options)  # type: ignore[arg-type]
+
+
+def test_no_batch_and_no_held_out_batches_are_said(trained: nn.Module) -> None:
+    with pytest.raises(ValueError, match="data has no batch"):
+        rlsprune.shrink(trained, [], target={"params": 0.5}, valid=batches(1))
+    with pytest.warns(UserWarning, match="held-out"):
+        rlsprune.shrink(trained, batches(0, 2), target={"params": 0.9}, recovery_epochs=0)
