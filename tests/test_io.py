@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlsprune.inputs import kept_inputs, select_inputs
-from rlsprune.io import FileError, _digest, load, read_metadata, save
+from rlsprune.io import FileError, load, read_metadata, save
+from rlsprune.tensorfile import digest
 
 
 def shrink(module: nn.Module, attributes: dict[str, Any], **shapes: tuple[int, ...]) -> None:
@@ -229,7 +230,7 @@ def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("broken", ["os.fsync", "pathlib.Path.replace", "rlsprune.io.save_file"])
+@pytest.mark.parametrize("broken", ["os.fsync", "pathlib.Path.replace", "rlsprune.tensorfile.save_file"])
 def test_a_full_disk_leaves_the_old_file_and_no_other(broken: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(small_fnn(), path)
     old = path.read_bytes()
@@ -320,7 +321,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], ob
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     change(content, tensors)
     text = json.dumps(content)
-    save_file(tensors, path, {"rlsprune": text, "sha256": _digest(text, tensors)})
+    save_file(tensors, path, {"rlsprune": text, "sha256": digest(text, tensors)})
 
 
 def put(where: str, key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], object]:

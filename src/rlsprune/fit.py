@@ -7,7 +7,6 @@ check raises a `ValueError` that says what is wrong.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,9 @@ from torch.nn.parameter import is_lazy
 from rlsprune.files import quoted
 from rlsprune.inputs import KEPT_INPUTS, full_in_features, kept_inputs
 from rlsprune.sizes import Sizes, check_sizes, implied_shapes, read_sizes
+from rlsprune.tensorfile import DTYPES, Entry
 
 __all__ = [
-    "DTYPES",
-    "Entry",
     "check_inputs",
     "check_names",
     "check_selector",
@@ -30,30 +28,6 @@ __all__ = [
     "selector_name",
     "sized_layers",
 ]
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The types that a file may hold, by their names in it."""
-
-
-class Entry(Protocol):
-    """A tensor in a file, before it is read."""
-
-    def get_shape(self) -> list[int]:
-        """Its shape."""
-
-    def get_dtype(self) -> str:
-        """The name of its type."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

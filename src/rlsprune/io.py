@@ -8,32 +8,28 @@ A file holds every parameter and buffer once, and in its header's metadata
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
-import stat
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlsprune import fit
+from rlsprune import fit, tensorfile
 from rlsprune._model import unwrap
 from rlsprune._tensors import memory_format
 from rlsprune.export import export_onnx, export_program
-from rlsprune.files import FileError, quoted, replacing
+from rlsprune.files import FileError, quoted
 from rlsprune.inputs import check_kept, full_in_features, kept_inputs, set_kept_inputs
 from rlsprune.sizes import read_sizes, write_sizes
+from rlsprune.tensorfile import DTYPES, TensorFile
 
 __all__ = ["FileError", "export_onnx", "export_program", "load", "read_metadata", "save"]
 
 FORMAT = 1
-_MAX_HEADER = 64 * 2**20  # bytes; parsed, it takes a multiple of that
+_KEY = "rlsprune"
+_REMEDY = "give an undamaged file that rlsprune.save wrote for this model"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
@@ -76,17 +72,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
         text = json.dumps(content)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata is not JSON ({error}): use plain numbers, strings, lists and dicts") from error
-    if len(text) > _MAX_HEADER // 2:
-        raise ValueError(
-            f"metadata takes {len(text):,} characters, {_MAX_HEADER // 2:,} at most: keep it beside the file"
-        )
-    stored = _separate(tensors)
-    header = {"format": "pt", "rlsprune": text, "sha256": _digest(text, stored)}
-    with replacing(path) as temporary:
-        try:
-            save_file(stored, temporary, header)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {os.fspath(path)}: {error}") from error
+    tensorfile.write(path, _KEY, text, tensors)
 
 
 def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
@@ -116,19 +102,17 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
     for name, tensor in own.items():
         if not fit.has_data(tensor):
             raise ValueError(f"{name!r} of the model has no data to replace: make the model on a real device first")
-    with _reading(path) as file:
-        content, text, digest = _content(file)
+    with tensorfile.reading(path, _KEY, _REMEDY) as file:
+        content = _content(file)
         sizes = fit.check_sized_layers(content["layers"], layers)
         widths = fit.check_inputs(content["inputs"], layers)
-        entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        entries = file.entries
         selectors = {fit.selector_name(name): name for name in widths}
         sources = fit.check_names([name for name in entries if name not in selectors], content["aliases"], own)
         fit.check_tensors({name: entries[source] for name, source in sources.items()}, own, model, sizes)
         for name, layer_name in selectors.items():
             fit.check_selector(layer_name, entries.get(name), sizes[layer_name]["in_features"])
-        tensors = {name: file.get_tensor(name).clone() for name in entries}  # clone: off the mapped file
-        if _digest(text, tensors) != digest:
-            raise ValueError("its data does not match its checksum: it was damaged or changed")
+        tensors = file.tensors()
         kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
     fresh = _on_devices(own, sources, tensors)
     for name, target in own.items():
@@ -151,16 +135,15 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileError: If the file is damaged or not ours.
         OSError: If it cannot be read.
     """
-    with _reading(path) as file:
-        content, _, _ = _content(file)
-        entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    with tensorfile.reading(path, _KEY, _REMEDY) as file:
+        content, entries = _content(file), file.entries
         kept = {}
         for layer, width in content["inputs"].items():
             name = fit.selector_name(layer)
             if type(width) is not int:
                 raise ValueError(f"the input width of layer {quoted([layer])} is not a whole number")
             fit.check_selector(layer, entries.get(name))
-            kept[layer] = check_kept(file.get_tensor(name), width).tolist()
+            kept[layer] = check_kept(file.tensor(name), width).tolist()
         return {
             "format": content["format"],
             "shapes": {name: tuple(entry.get_shape()) for name, entry in entries.items()},
@@ -171,38 +154,9 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         }
 
 
-@contextlib.contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """An opened safetensors file. What is found wrong with it inside the block becomes a `FileError`."""
-    remedy = "get the file again, or save the model again with rlsprune.save"
-    status = Path(path).stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise FileError(path, "is not a regular file", "give a file written by rlsprune.save")
-    with Path(path).open("rb") as raw:
-        length = int.from_bytes(raw.read(8), "little")
-    if status.st_size < 8 or length > status.st_size - 8:
-        raise FileError(path, f"is not a whole safetensors file ({status.st_size:,} bytes)", remedy)
-    if length > _MAX_HEADER:
-        raise FileError(path, f"has a header of {length:,} bytes, {_MAX_HEADER:,} are allowed", remedy)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except SafetensorError as error:
-        raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
-    except ValueError as error:
-        raise FileError(path, str(error), "give an undamaged file that rlsprune.save wrote for this model") from error
-
-
-def _content(file: Any) -> tuple[dict[str, Any], str, str]:
-    """The metadata's JSON, with the types of its top level checked, its text and the digest."""
-    header = file.metadata() or {}
-    if "rlsprune" not in header or "sha256" not in header:
-        raise ValueError("it has no rlsprune metadata: another program wrote it")
-    text: str = header["rlsprune"]
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its metadata is not JSON ({str(error)[:100]})") from None
+def _content(file: TensorFile) -> dict[str, Any]:
+    """The metadata's JSON, with the types of its top level checked."""
+    content = tensorfile.parse_json(file.text)
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise ValueError("its metadata names no format")
     if content["format"] != FORMAT:
@@ -210,7 +164,7 @@ def _content(file: Any) -> tuple[dict[str, Any], str, str]:
     for name in ("layers", "inputs", "aliases", "metadata"):
         if not isinstance(content.get(name), dict):
             raise ValueError(f"{name!r} in its metadata is not a mapping")
-    return content, text, header["sha256"]
+    return content
 
 
 def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -222,7 +176,7 @@ def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             raise ValueError(
                 f"{name!r} has no data yet: run the model once, or move it to a real device, before saving"
             )
-        if tensor.dtype not in fit.DTYPES or tensor.layout != torch.strided:
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             raise ValueError(
                 f"{name!r} is {tensor.dtype}, {tensor.layout}: only dense tensors of common types are saved"
             )
@@ -231,28 +185,6 @@ def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         if first.setdefault(key, name) != name:
             aliases[name] = first[key]
     return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
-
-
-def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, no two in one storage: safetensors refuses those."""
-    separate = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.untyped_storage().data_ptr() in storages:
-            plain = plain.clone()
-        storages.add(plain.untyped_storage().data_ptr())
-        separate[name] = plain
-    return separate
-
-
-def _digest(text: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over the metadata and over name, type, shape and bytes of every tensor."""
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
-    for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _on_devices(own: dict[str, Tensor], sources: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
+import os
+import resource
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from rlsprune.files import FileError
 from rlsprune.train.folder import RunFolder
@@ -19,55 +19,32 @@ def test_json_and_lines_come_back(tmp_path: Path) -> None:
     assert folder.read_lines("metrics") == [{"epoch": 1}, {"epoch": 2}]
 
 
-def test_last_two_checkpoints_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    model = nn.Linear(3, 2)
-    for epoch in (1, 2, 3):
-        with torch.no_grad():
-            model.weight.fill_(epoch)
-        folder.save_checkpoint(epoch, model, {"tensor": torch.tensor([epoch]), "list": [1.5, None, "x"]})
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["epoch-000002", "epoch-000003"]
-    fresh = nn.Linear(3, 2)
-    loaded = folder.load_checkpoint(into=fresh)
-    assert loaded is not None
-    assert loaded[0] == 3
-    assert loaded[1]["tensor"].item() == 3
-    assert loaded[1]["list"] == [1.5, None, "x"]
-    assert torch.equal(fresh.weight, model.weight)
-
-
-def test_checkpoint_that_was_being_written_does_not_count(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    model = nn.Linear(3, 2)
-    folder.save_checkpoint(1, model, {})
-    half = tmp_path / "checkpoint" / ".writing"
-    half.mkdir()
-    (half / "model.safetensors").write_bytes(b"half")
-    loaded = folder.load_checkpoint(into=nn.Linear(3, 2))
-    assert loaded is not None
-    assert loaded[0] == 1
-    folder.save_checkpoint(2, model, {})
-    assert not half.exists()
-
-
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path).load_checkpoint(into=nn.Linear(3, 2)) is None
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80garbage", b"PK\x03\x04"])
-def test_damaged_checkpoint_says_what_to_do(tmp_path: Path, content: bytes) -> None:
-    folder = RunFolder(tmp_path)
-    folder.save_checkpoint(1, nn.Linear(3, 2), {})
-    (tmp_path / "checkpoint" / "epoch-000001" / "state.pt").write_bytes(content)
-    with pytest.raises(FileError, match="delete the folder"):
-        folder.load_checkpoint(into=nn.Linear(3, 2))
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", ""])
+@pytest.mark.parametrize("text", ["{", "[1]", "", "[" * 100_000, "9" * 5000, "\udcff"], ids=range(6))
 def test_damaged_json_names_the_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(FileError, match=r"config\.json"):
         RunFolder(tmp_path).read_json("config")
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n' + (text or "7"), errors="surrogateescape")
+    with pytest.raises(FileError, match=r"metrics\.jsonl"):
+        RunFolder(tmp_path).read_lines("metrics")
+
+
+def test_what_is_no_ordinary_text_file_is_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(FileError, match="not a regular file"):
+        RunFolder(tmp_path).read_json("config")
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(2**40)  # sparse: takes no space
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FileError, match="larger than the 67,108,864 bytes"):
+        RunFolder(tmp_path).read_lines("metrics")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_line_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"name": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert folder.read_lines("metrics") == [{"name": "a\u2028b\x85c"}]
 
 
 def test_folder_without_a_run_names_the_remedy(tmp_path: Path) -> None:

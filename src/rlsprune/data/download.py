@@ -5,11 +5,10 @@ from __future__ import annotations
 import http.client
 import os
 import shutil
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,9 +16,8 @@ from rlsprune.data import catalog
 from rlsprune.data.catalog import RemoteFile
 from rlsprune.data.errors import DataError
 from rlsprune.data.streams import md5_of
-
-if sys.platform != "win32":
-    import fcntl
+from rlsprune.files import flush
+from rlsprune.lock import InUseError, exclusive
 
 Progress = Callable[[str, int, int], None]
 """Called with the file's name, the bytes that are there and the bytes that there will be."""
@@ -154,12 +152,7 @@ def _publish(part: Path, target: Path, file: RemoteFile) -> None:
         part.unlink()
         raise _MirrorError(f"what it sent has the MD5 {actual}, not {file.md5}")
     part.replace(target)
-    if sys.platform != "win32":  # where a folder cannot be opened
-        descriptor = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    flush(target.parent)
 
 
 @contextmanager
@@ -179,6 +172,8 @@ def _network() -> Iterator[None]:
 def _blame_folder(target: Path) -> Iterator[None]:
     try:
         yield
+    except InUseError:
+        raise
     except OSError as error:
         problem = f"it cannot be written ({error.strerror or error})"
         remedy = "Free some space, make the folder writable, or choose another with --data-dir or RLSPRUNE_DATA"
@@ -187,22 +182,14 @@ def _blame_folder(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps two processes from writing one part file. Windows refuses to rename an open file, which is enough."""
-    if sys.platform == "win32":
-        yield
-        return
-    with _blame_folder(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    """Keeps two processes from writing one part file."""
+    with ExitStack() as held:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(folder, "another process is downloading into it", "Wait until it is done") from None
-        except OSError:
-            pass  # a file system without locks
+            with _blame_folder(folder):
+                held.enter_context(exclusive(folder / ".lock"))
+        except InUseError as error:
+            raise DataError(folder, f"another process is downloading into it ({error})", "Wait for it") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _require_space(folder: Path, needed: int) -> None:

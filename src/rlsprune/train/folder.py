@@ -6,24 +6,20 @@ leaves a folder that can be read and resumed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from rlsprune import io
-from rlsprune.files import FileError, replacing
+from rlsprune.files import FileError, make_folder, read_text, replacing, storing
+from rlsprune.lock import exclusive
+from rlsprune.train.checkpoints import Checkpoints
 
 __all__ = ["RunFolder"]
-
-_KEPT = 2  # checkpoints: the newest, and one more in case the disk loses it
-_NAME = re.compile(r"epoch-(\d{6})")
 
 
 class RunFolder:
@@ -35,6 +31,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._checkpoints = Checkpoints(self.path / "checkpoint")
 
     @property
     def model(self) -> Path:
@@ -61,10 +58,7 @@ class RunFolder:
         Raises:
             FileError: It is missing or damaged.
         """
-        content = self._parse(f"{name}.json", self._read(f"{name}.json"))
-        if not isinstance(content, dict):
-            raise FileError(self.path / f"{name}.json", "it holds no JSON object", "start the run again")
-        return content
+        return self._parse(f"{name}.json", self._read(f"{name}.json"))
 
     def write_lines(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Writes `name`.jsonl, all of it: no line is ever doubled or cut."""
@@ -76,7 +70,22 @@ class RunFolder:
         Raises:
             FileError: It is missing or damaged.
         """
-        return [self._parse(f"{name}.jsonl", line) for line in self._read(f"{name}.jsonl").splitlines()]
+        # Not splitlines(): it splits at more characters than those that end a line of JSON.
+        return [self._parse(f"{name}.jsonl", line) for line in self._read(f"{name}.jsonl").split("\n") if line]
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps every other process from running in this folder while the block runs.
+
+        Raises:
+            InUseError: One does so already; the message says which.
+            StorageError: The folder cannot be written to.
+        """
+        with contextlib.ExitStack() as held:
+            with storing(self.path):
+                make_folder(self.path)
+                held.enter_context(exclusive(self.path / ".lock"))
+            yield
 
     def save_checkpoint(self, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Writes a checkpoint of an epoch and removes those that are no longer needed.
@@ -85,24 +94,14 @@ class RunFolder:
             epoch: The number of epochs done.
             model: In the shape it has.
             state: Plain containers and tensors.
+
+        Raises:
+            StorageError: The disk did not take it; the checkpoints before are intact.
         """
-        parent = self.path / "checkpoint"
-        parent.mkdir(parents=True, exist_ok=True)
-        final, temporary = parent / f"epoch-{epoch:06d}", parent / ".writing"
-        for leftover in (temporary, final):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        temporary.mkdir()
-        io.save(model, temporary / "model.safetensors")
-        with replacing(temporary / "state.pt") as path:
-            torch.save(dict(state), path)
-        temporary.rename(final)
-        _flush_folder(parent)
-        for _, old in self._checkpoints()[:-_KEPT]:
-            shutil.rmtree(old)
+        self._checkpoints.save(epoch, model, state)
 
     def load_checkpoint(self, into: nn.Module) -> tuple[int, dict[str, Any]] | None:
-        """Loads the newest checkpoint.
+        """Loads the newest sound checkpoint; damaged ones after it are set aside, with a warning.
 
         Args:
             into: A fresh, unpruned model; it takes the checkpoint's shape and weights.
@@ -111,54 +110,29 @@ class RunFolder:
             The number of epochs done and the state, or None if there is no checkpoint.
 
         Raises:
-            FileError: The checkpoint is damaged.
+            FileError: There are checkpoints, and none is sound.
         """
-        checkpoints = self._checkpoints()
-        if not checkpoints:
-            return None
-        epoch, newest = checkpoints[-1]
-        io.load(newest / "model.safetensors", into)
-        try:
-            state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
-        except Exception as error:
-            remedy = f"delete the folder {newest} to go on from an earlier epoch"
-            raise FileError(newest / "state.pt", f"it cannot be read ({error})", remedy) from error
-        return epoch, state
+        return self._checkpoints.load(into)
 
     def drop_old_checkpoints(self) -> None:
         """Keeps only the newest: the run is over."""
-        for _, old in self._checkpoints()[:-1]:
-            shutil.rmtree(old)
-
-    def _checkpoints(self) -> list[tuple[int, Path]]:
-        parent = self.path / "checkpoint"
-        found = sorted(parent.iterdir()) if parent.is_dir() else []
-        return [(int(match[1]), path) for path in found if (match := _NAME.fullmatch(path.name))]
+        self._checkpoints.keep_newest()
 
     def _write(self, name: str, text: str) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path / name) as path:
-            path.write_text(text, encoding="utf-8")
+        with storing(self.path / name):
+            make_folder(self.path)
+            with replacing(self.path / name) as path:
+                path.write_text(text, encoding="utf-8")
 
     def _read(self, name: str) -> str:
-        try:
-            return (self.path / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            remedy = "give the folder of a run, as `rlsprune run` makes it"
-            raise FileError(self.path / name, f"it cannot be read ({error})", remedy) from error
+        return read_text(self.path / name, "give the folder of a run, as `rlsprune run` makes it")
 
-    def _parse(self, name: str, text: str) -> Any:
+    def _parse(self, name: str, text: str) -> dict[str, Any]:
+        remedy = "restore it, or start the run again"
         try:
-            return json.loads(text)
-        except ValueError as error:
-            remedy = "restore it, or start the run again"
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise FileError(self.path / name, f"it is not JSON ({error})", remedy) from error
-
-
-def _flush_folder(path: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        if not isinstance(content, dict):
+            raise FileError(self.path / name, "it holds no JSON object", remedy)
+        return content

@@ -1,0 +1,67 @@
+"""One process at a time: a lock that the system lets go of when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+__all__ = ["InUseError", "exclusive"]
+
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+_MAX_HOLDER = 200  # bytes that are read of who holds it
+
+
+class InUseError(BlockingIOError):
+    """Another process works on the same thing."""
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Holds a lock while the block runs.
+
+    The lock is the system's, on the file's open handle: a file that a dead process left behind does not block.
+
+    Args:
+        path: A file for the lock; it is made, says who holds it, and stays.
+
+    Raises:
+        InUseError: Someone else holds it; the message says who.
+        OSError: The file cannot be made.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            _lock(descriptor)
+        except OSError as error:
+            if error.errno in _HELD:
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                holder = os.read(descriptor, _MAX_HOLDER).decode("ascii", "replace").strip() or "another process"
+                raise InUseError(
+                    f"{path.parent} is in use by {holder}: wait until that is done, or end it first"
+                ) from None
+            warnings.warn(f"{path} cannot be locked ({error}): see to it that no other process uses it", stacklevel=4)
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode("ascii", "replace"))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    if sys.platform == "win32":
+        os.lseek(descriptor, _MAX_HOLDER, os.SEEK_SET)  # behind the text, which others may read
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
