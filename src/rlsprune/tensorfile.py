@@ -60,6 +60,8 @@ class TensorFile:
         header = file.metadata() or {}
         if key not in header or _CHECKSUM not in header:
             raise ValueError(f"it has no {key} metadata: another program wrote it")
+        if header.get("format", "pt") != "pt" or header.keys() - {"format", key, _CHECKSUM}:
+            raise ValueError("its header holds what was not written there: it was damaged or changed")
         self._file, self._checksum = file, header[_CHECKSUM]
         self.text: str = header[key]
         """The JSON text."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from rlsprune.lock import exclusive
 from rlsprune.train.checkpoints import Checkpoints
 
 __all__ = ["RunFolder"]
+
+_HALF_WRITTEN = re.compile(r"\.(config|environment|metrics|events|summary|model)\.[0-9a-f]{12}\.(jsonl?|safetensors)")
 
 
 class RunFolder:
@@ -85,6 +88,9 @@ class RunFolder:
             with storing(self.path):
                 make_folder(self.path)
                 held.enter_context(exclusive(self.path / ".lock"))
+                for path in self.path.iterdir():
+                    if _HALF_WRITTEN.fullmatch(path.name):  # by a run that was killed
+                        path.unlink()
             yield
 
     def save_checkpoint(self, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlsprune import io
 from rlsprune.data.batches import Batches
 from rlsprune.data.datasets import Split
+from rlsprune.files import FileError, storing
 from rlsprune.inputs import kept_inputs
 from rlsprune.profile import count, latency
 from rlsprune.prune.event import PruneEvent
@@ -40,8 +42,16 @@ def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None
 
     Returns:
         The summary, as in the folder's summary.json.
+
+    Raises:
+        InUseError: Another process runs in that folder.
+        StorageError: The disk did not take something. What was there before is intact, and the run can be resumed.
     """
-    observer = observer or Observer()
+    with folder.locked():
+        return _train_and_prune(recipe, folder, observer or Observer())
+
+
+def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> dict[str, Any]:
     torch.set_num_threads(recipe.threads)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
@@ -55,7 +65,8 @@ def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None
     finally:
         observer.close()
     summary = current.summary()
-    io.save(current.model, folder.model, metadata={"config": dict(recipe.config), "events": current.record.events})
+    with storing(folder.model):
+        io.save(current.model, folder.model, metadata={"config": dict(recipe.config), "events": current.record.events})
     folder.write_json("summary", summary)
     folder.drop_old_checkpoints()
     observer.end(summary)
@@ -90,7 +101,8 @@ class Run:
         self.scheduler = LambdaLR(self.optimizer, self._lr_factor)
         self.method = recipe.build_method(self.model, self.optimizer, self.example)
         if saved is not None:
-            self._restore(*saved)
+            with _fitting(folder):
+                self._restore(*saved)
         self._write_lines()
 
     def epoch(self, observer: Observer) -> None:
@@ -223,6 +235,16 @@ class Run:
     def _write_lines(self) -> None:
         self.folder.write_lines("metrics", self.record.metrics)
         self.folder.write_lines("events", self.record.events)
+
+
+@contextlib.contextmanager
+def _fitting(folder: RunFolder) -> Iterator[None]:
+    """A state with sound checksums may still be of another run, or made up: one error for all that can be wrong."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        problem = f"its checkpoint does not fit this run ({type(error).__name__}: {error})"
+        raise FileError(folder.path, problem, "resume it with the version and settings that wrote it") from error
 
 
 def _kept_inputs(model: nn.Module) -> list[int] | None:
