@@ -9,7 +9,7 @@ import pytest
 import rlsprune
 from rlsprune.cli import main
 
-COMMANDS = [[], ["run"], ["compare"], ["sweep"], ["data"], ["data", "get"], ["data", "list"]]
+COMMANDS = [[], ["run"], ["fit"], ["compare"], ["sweep"], ["data"], ["data", "get"], ["data", "list"]]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

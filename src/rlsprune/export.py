@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +87,7 @@ def export_onnx(model: nn.Module, example_inputs: ExampleInputs, path: str | os.
         plain = copy.deepcopy(plain).cpu()
         references = _references(plain, tree_map(_on_cpu, (args, kwargs)), path)
         args, kwargs = references[-1].call
-        with _explained(plain, path):
+        with _explained(plain, path), _quiet():
             shapes = _dynamic_shapes(references[-1].call)
             program = torch.onnx.export(plain, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False)
         if program is None:
@@ -121,6 +123,20 @@ def _explained(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]
             f"{type(model).__name__} cannot be exported to {os.fspath(path)} with a batch of variable size: its "
             f"forward must not depend on the batch's size or on values of tensors ({str(error).strip()[:500]})"
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch's exporter says about torchvision's operators and about torch's own deprecated functions."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _batch_size(call: Call) -> int:

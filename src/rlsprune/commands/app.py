@@ -9,7 +9,7 @@ import rich  # noqa: F401  # typer does without, the progress display does not: 
 import typer
 
 import rlsprune
-from rlsprune.commands import compare, data, pareto, run
+from rlsprune.commands import compare, data, fit, pareto, run
 
 __all__ = ["app", "execute"]
 
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=run.EXAMPLES)(run.run)
+app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
 app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
 app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
 app.command("pareto", epilog=pareto.EXAMPLES)(pareto.pareto)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsprune.commands import options
+from rlsprune.commands import folders, options
 from rlsprune.experiments.config import RunConfig, make_config
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(
 ) -> None:
     """Train a network and prune it while it trains."""
     if resume is not None:
-        _refuse_other_options(context)
+        folders.refuse_other_options(context, _WITH_RESUME)
         _execute(_resumed(resume, data_dir), resume, quiet, as_json)
         return
     machine = options.resolve(device, threads, data_dir, no_verify)
@@ -76,7 +76,7 @@ def run(
         **machine,
     }
     config = make_config(experiment, method, optimizer=optimizer, ratio=ratio, prune_epoch=prune_epoch, **settings)
-    folder = _new_folder(config, out)
+    folder = folders.new_folder(f"{config.experiment}-{config.method}-seed{config.seed}", out)
     if method == "scratch":
         source = shape_from or _run_of_shape(settings, experiment, folder, quiet or as_json)
         config = replace(config, shape_from=str(source.resolve()))
@@ -106,37 +106,11 @@ def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool) -> None:
         typer.echo(f"The run is in {path}")
 
 
-def _refuse_other_options(context: typer.Context) -> None:
-    given = [
-        name
-        for name in context.params
-        if name not in _WITH_RESUME
-        and (source := context.get_parameter_source(name)) is not None
-        and source.name == "COMMANDLINE"
-    ]
-    if given:
-        names = ", ".join(name.replace("_", "-") for name in given)
-        raise ValueError(f"--resume goes on with the run's own settings: leave out {names}")
-
-
 def _resumed(path: Path, data_dir: Path | None) -> RunConfig:
     from rlsprune.train.folder import RunFolder
 
     config = RunConfig.from_dict(RunFolder(path).read_json("config"))
     return config if data_dir is None else replace(config, data_dir=str(data_dir))
-
-
-def _new_folder(config: RunConfig, out: Path | None) -> Path:
-    """The folder that was asked for, which must not hold a run, or the first of the default's that is free."""
-    from rlsprune.train.folder import RunFolder
-
-    if out is not None:
-        if RunFolder(out).started:
-            raise ValueError(f"{out} holds a run already: go on with `--resume {out}`, or give another --out")
-        return out
-    name = f"{config.experiment}-{config.method}-seed{config.seed}"
-    candidates = (Path("runs") / (f"{name}-{number}" if number > 1 else name) for number in range(1, 1_000_000))
-    return next(path for path in candidates if not RunFolder(path).started)
 
 
 def _run_of_shape(settings: dict[str, Any], experiment: str, folder: Path, quiet: bool) -> Path:

@@ -1,0 +1,161 @@
+"""Learning rates for cross-entropy, batch norm and pretrained weights, on the embedded digits.
+
+`python benchmarks/settings.py` prints the tables of docs/settings.md: test precision in % after a few epochs on 2,000
+of the digits, one seed, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW, Optimizer
+
+import rlsprune
+from rlsprune.data import Batches, load
+from rlsprune.train.loop import Loss, evaluate, mean_squared_error
+
+RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
+
+
+def mlp() -> nn.Module:
+    """Fully connected."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
+def cnn(norm: bool) -> nn.Module:
+    """Three convolutions and a linear layer."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((1, 16), (16, 32), (32, 32)):
+        layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))
+        layers += [nn.BatchNorm2d(outputs)] if norm else []
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 9, 10))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "MLP": mlp,
+    "CNN": lambda: cnn(False),
+    "CNN with batch norm": lambda: cnn(True),
+}
+
+
+class Digits:
+    """The embedded digits, fewer of them."""
+
+    def __init__(self, count: int) -> None:
+        data = load("digits").take(count)
+        self.train, self.test = data.train, data.test
+
+    def train_epoch(self, batches: Batches, model: nn.Module, optimizer: Optimizer, loss_function: Loss) -> float:
+        """Mean loss of one epoch."""
+        losses = []
+        model.train()
+        for images, labels in batches:
+            loss = loss_function(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return sum(losses) / len(losses)
+
+    def batches(self) -> Batches:
+        """Shuffled."""
+        return Batches(self.train.images, self.train.labels, 64, seed=0)
+
+    def precision(self, model: nn.Module) -> float:
+        """On the test digits."""
+        split = Batches(self.test.images, self.test.labels, 500, shuffle=False)
+        return evaluate(model, split, cross_entropy).precision
+
+
+def trained(digits: Digits, build: Callable[[], nn.Module], make: Callable[[nn.Module], Optimizer], loss: Loss) -> str:
+    """The precision after five epochs, or that it diverged."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer, batches = make(model), digits.batches()
+    try:
+        for _ in range(5):
+            if not digits.train_epoch(batches, model, optimizer, loss) < 1e3:
+                return "diverges"
+    except FloatingPointError:
+        return "diverges"
+    return f"{digits.precision(model):.1f}"
+
+
+def from_scratch(digits: Digits) -> None:
+    """The first table."""
+    makers: dict[str, Callable[[nn.Module], Optimizer]] = {
+        f"RLS {rate:g}": lambda model, rate=rate: rlsprune.RLS(model, lr=rate, fallback_lr=min(0.1, rate))
+        for rate in RATES
+    }
+    makers["AdamW 0.001"] = lambda model: AdamW(model.parameters(), lr=1e-3)
+    makers["SGD 0.1"] = lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9)
+    print(f"| network | loss | {' | '.join(makers)} |\n|---|---|{'---:|' * len(makers)}")
+    for name, build in NETWORKS.items():
+        for loss_name, loss in (("squared error", mean_squared_error), ("cross-entropy", cross_entropy)):
+            cells = [trained(digits, build, make, loss) for make in makers.values()]
+            print(f"| {name} | {loss_name} | {' | '.join(cells)} |", flush=True)
+
+
+def pretrained(digits: Digits) -> None:
+    """The second table: a network trained by AdamW, pruned to a fifth of its parameters in 12 epochs."""
+    torch.manual_seed(0)
+    source = cnn(True)
+    optimizer, batches = AdamW(source.parameters(), lr=1e-3), digits.batches()
+    for _ in range(8):
+        digits.train_epoch(batches, source, optimizer, cross_entropy)
+    print(f"\nPretrained: {digits.precision(source):.1f} %\n\n| optimizer | after 1 epoch | after 12 | parameters |")
+    print("|---|---:|---:|---:|")
+    makers: dict[str, Callable[[nn.Module], Optimizer]] = {
+        f"RLS {rate:g}": lambda model, rate=rate: rlsprune.RLS(model, lr=rate, fallback_lr=min(0.1, rate))
+        for rate in RATES[1:]
+    }
+    makers |= {
+        f"AdamW {rate:g}": lambda model, rate=rate: AdamW(model.parameters(), lr=rate) for rate in (1e-3, 3e-4, 1e-4)
+    }
+    makers |= {
+        f"SGD {rate:g}": lambda model, rate=rate: SGD(model.parameters(), lr=rate, momentum=0.9)
+        for rate in (1e-1, 1e-2)
+    }
+    for name, make in makers.items():
+        model = copy.deepcopy(source)
+        print(f"| {name} | {' | '.join(pruned(digits, model, make(model)))} |", flush=True)
+
+
+def pruned(digits: Digits, model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Precision after one epoch and at the end, and the share of the parameters that is left."""
+    example: Tensor = digits.test.images[:1] / 255
+    before = sum(p.numel() for p in model.parameters())
+    settings = {"ratio": 0.25, "criterion": "obs", "warmup_epochs": 1, "tolerance": 0.05, "target": {"params": 0.2}}
+    pruner = rlsprune.Pruner(model, optimizer, example, **settings)
+    batches, first = digits.batches(), ""
+    try:
+        for epoch in range(12):
+            loss = digits.train_epoch(batches, model, optimizer, cross_entropy)
+            first = first or f"{digits.precision(model):.1f}"
+            if epoch < 9:
+                pruner.step(loss)
+            else:
+                pruner.done = True
+                pruner.step(loss)
+        pruner.finish()
+    except (FloatingPointError, ValueError):
+        return [first or "diverges", "diverges", ""]
+    share = 100 * sum(p.numel() for p in model.parameters()) / before
+    return [first, f"{digits.precision(model):.1f}", f"{share:.0f} %"]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=2000)
+    images = parser.parse_args().images
+    torch.set_num_threads(1)
+    from_scratch(Digits(images))
+    pretrained(Digits(images))

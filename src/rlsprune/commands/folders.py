@@ -1,0 +1,36 @@
+"""Where a run goes, and what may be said when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import typer
+
+__all__ = ["new_folder", "refuse_other_options"]
+
+
+def new_folder(name: str, out: Path | None) -> Path:
+    """The folder that was asked for, which must not hold a run, or the first of the default's that is free."""
+    from rlsprune.train.folder import RunFolder
+
+    if out is not None:
+        if RunFolder(out).started:
+            raise ValueError(f"{out} holds a run already: go on with `--resume {out}`, or give another --out")
+        return out
+    candidates = (Path("runs") / (f"{name}-{number}" if number > 1 else name) for number in range(1, 1_000_000))
+    return next(path for path in candidates if not RunFolder(path).started)
+
+
+def refuse_other_options(context: typer.Context, allowed: Collection[str]) -> None:
+    """With --resume only some options make sense; any other is an error that names it."""
+    given = [
+        name
+        for name in context.params
+        if name not in allowed
+        and (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        names = ", ".join(name.replace("_", "-") for name in given)
+        raise ValueError(f"--resume goes on with the run's own settings: leave out {names}")

@@ -1,0 +1,162 @@
+"""Everything that decides a run of a user's own network. Light to import: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rlsprune.experiments.config import AUGMENTS, GATES, LOSSES, RLS_DEFAULTS
+from rlsprune.experiments.registry import OPTIMIZERS
+from rlsprune.train.settings import PruningSettings, TrainingSettings
+
+__all__ = ["FitConfig", "make_fit_config"]
+
+LEARNING_RATES = {"rls": (0.3, 0.03), "adamw": (1e-3, 3e-4), "sgd": (0.1, 0.01)}
+"""From scratch, and from pretrained weights; measured in docs/settings.md."""
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """A run, completely: the same config, model, data and machine give the same numbers."""
+
+    experiment: str
+    """The model, as it was asked for: what the run is called."""
+    method: str
+    """`rls`, or `none` to train without pruning."""
+    model: str
+    """`module:function`, or `path/to/file.py:function`."""
+    import_from: str
+    """The folder in which modules are looked for first."""
+    data: str
+    weights: str | None
+    optimizer: str
+    lr: float
+    loss: str
+    gate: str
+    seed: int
+    epochs: int
+    warmup_epochs: int
+    batch_size: int
+    image_size: int | None
+    channels: int | None
+    augment: str | None
+    device: str
+    threads: int
+    pruning: PruningSettings
+    training: TrainingSettings
+    classes: tuple[str, ...] = ()
+    """The names of the classes, once the data were read."""
+    images: tuple[int, int] = (0, 0)
+    """How many there are to train and to test with, once the data were read."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("gate", GATES), ("method", METHODS)):
+            _check(name, getattr(self, name), getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        _check("augment", self.augment, self.augment in (None, *AUGMENTS), f"one of {', '.join(AUGMENTS)}")
+        _check("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")
+        _check("lr", self.lr, self.lr > 0, "above 0")
+        for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
+            _check(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
+        _check("image_size", self.image_size, self.image_size is None or self.image_size >= 1, "at least 1")
+        _check("ratio", self.pruning.ratio, 0 < self.pruning.ratio < 1, "in (0, 1)")
+        target = self.pruning.target
+        _check("target", target, target is None or 0 < target < 1, "in (0, 1)")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self) | {"classes": list(self.classes), "images": list(self.images)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FitConfig:
+        """From what JSON had.
+
+        Raises:
+            ValueError: Names or values are not those of a config.
+        """
+        odd = set(values) ^ {field.name for field in fields(cls)}
+        if odd:
+            raise ValueError(
+                f"this is not the config of a run of `rlsprune fit` of this version: {', '.join(sorted(odd))} is "
+                "unknown or missing"
+            )
+        parts = {
+            "pruning": PruningSettings(**values["pruning"]),
+            "training": TrainingSettings(**values["training"]),
+            "classes": tuple(values["classes"]),
+            "images": tuple(values["images"]),
+        }
+        return cls(**{**values, **parts})
+
+
+METHODS = ("rls", "none")
+
+
+def make_fit_config(
+    model: str,
+    data: str | Path,
+    *,
+    weights: str | Path | None = None,
+    optimizer: str = "rls",
+    lr: float | None = None,
+    ratio: float = RLS_DEFAULTS.ratio,
+    target: float | None = RLS_DEFAULTS.target,
+    epochs: int = 20,
+    warmup_epochs: int | None = None,
+    **given: Any,
+) -> FitConfig:
+    """Completes what was asked for.
+
+    Args:
+        model: `module:function`, or `path/to/file.py:function`.
+        data: A folder of images or an .npz file.
+        weights: A file to start from.
+        optimizer: "rls", "adamw" or "sgd".
+        lr: None for what suits the optimizer, lower with `weights`.
+        ratio: ξ, the share of a layer that may go at an event.
+        target: The share of the parameters at which pruning ends.
+        epochs: In all.
+        warmup_epochs: Epochs before the first prune; None for a tenth of all, or one with `weights`.
+        **given: Other fields of `FitConfig`.
+
+    Raises:
+        ValueError: A value that there is not.
+    """
+    _check("optimizer", optimizer, optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
+    file, colon, function = model.rpartition(":")
+    absolute = f"{Path(file).absolute()}{colon}{function}" if file.endswith(".py") else model
+    pretrained = weights is not None
+    if warmup_epochs is None:
+        warmup_epochs = 1 if pretrained else max(1, epochs // 10)
+    return FitConfig(
+        **{
+            "experiment": model,
+            "method": "rls",
+            "model": absolute,
+            "import_from": str(Path.cwd()),
+            "data": str(Path(data).absolute()),
+            "weights": None if weights is None else str(Path(weights).absolute()),
+            "optimizer": optimizer,
+            "lr": LEARNING_RATES[optimizer][pretrained] if lr is None else lr,
+            "loss": "cross-entropy",
+            "gate": RLS_DEFAULTS.gate,
+            "seed": 0,
+            "epochs": epochs,
+            "warmup_epochs": warmup_epochs,
+            "batch_size": 64,
+            "image_size": None,
+            "channels": None,
+            "augment": None,
+            "device": "cpu",
+            "threads": 1,
+            "pruning": replace(RLS_DEFAULTS, ratio=ratio, target=target),
+            "training": TrainingSettings(lr_decay=RLS_DEFAULTS.settle),
+            **{name: value for name, value in given.items() if value is not None},
+        }
+    )
+
+
+def _check(name: str, value: object, valid: bool, expected: str) -> None:
+    if not valid:
+        raise ValueError(f"--{name.replace('_', '-')} {value} is not valid: it must be {expected}")

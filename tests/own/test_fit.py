@@ -1,0 +1,219 @@
+"""`rlsprune fit`: from a user's function and data to a smaller network that onnxruntime runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import rlsprune
+from own.conftest import table, write_images
+from rlsprune.cli import main
+from rlsprune.own.config import FitConfig, make_fit_config
+from rlsprune.train.folder import RunFolder
+
+QUICK = ["--epochs", "4", "--warmup-epochs", "0", "--threads", "1", "--quiet"]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def run_onnx(path: Path, inputs: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {session.get_inputs()[0].name: inputs})[0])
+
+
+@pytest.mark.parametrize("optimizer", ["rls", "adamw"])
+def test_table_ends_as_a_smaller_network_that_onnxruntime_runs(
+    optimizer: str, networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    command = ["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), "--optimizer", optimizer]
+    assert main([*command, *QUICK, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary == RunFolder(out).read_json("summary")
+    assert summary["weights_percent"] < 100
+    small = rlsprune.load(out / "model.safetensors", into=mlp()).eval()
+    inputs, labels = table(60, 1)
+    outputs = run_onnx(out / "model.onnx", inputs)
+    with torch.no_grad():
+        assert np.allclose(outputs, small(torch.from_numpy(inputs)).numpy(), atol=1e-5)
+    assert 100 * np.mean(outputs.argmax(1) == labels) == pytest.approx(summary["final_precision"])
+    assert run_onnx(out / "model.onnx", inputs[:1]).shape == (1, 3)
+    assert RunFolder(out).read_json("config")["classes"] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_folder_of_images(split: bool, networks: Path, tmp_path: Path) -> None:
+    if split:
+        write_images(tmp_path / "photos" / "train", 12)
+        write_images(tmp_path / "photos" / "test", 4)
+    else:
+        write_images(tmp_path / "photos", 15)
+    out = tmp_path / "run"
+    command = ["fit", f"{networks}:cnn", "--data", str(tmp_path / "photos"), "--out", str(out), "--batch-size", "8"]
+    assert main([*command, *QUICK]) == 0
+    config = RunFolder(out).read_json("config")
+    assert config["classes"] == ["dark", "light", "middle"]
+    assert config["images"] == [32, 12 if split else 9]  # 33 but for a batch of one
+    assert run_onnx(out / "model.onnx", np.zeros((5, 1, 8, 8), np.float32)).shape == (5, 3)
+
+
+KILLED = """
+import os, signal, sys
+from rlsprune.own.config import make_fit_config
+from rlsprune.own.run import fit
+from rlsprune.train.folder import RunFolder
+from rlsprune.train.observer import Observer
+
+class Killer(Observer):
+    done = 0
+    def epoch(self, metrics, counts):
+        self.done = metrics["epoch"]
+    def batch(self, number, loss):
+        if self.done == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+fit(make_fit_config({model!r}, {data!r}, epochs=4, warmup_epochs=0), RunFolder({folder!r}), Killer())
+"""
+
+
+def test_killed_run_is_resumed_to_the_same_weights(networks: Path, npz: Path, tmp_path: Path) -> None:
+    model, whole, broken = f"{networks}:mlp", tmp_path / "whole", tmp_path / "broken"
+    assert main(["fit", model, "--data", str(npz), "--out", str(whole), *QUICK]) == 0
+    script = KILLED.format(model=model, data=str(npz), folder=str(broken))
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert killed.returncode < 0, killed.stderr
+    assert not (broken / "model.safetensors").exists()
+    assert main(["fit", "--resume", str(broken), "--quiet"]) == 0
+    ours, theirs = load_file(whole / "model.safetensors"), load_file(broken / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert RunFolder(broken).read_lines("events") == RunFolder(whole).read_lines("events")
+    assert (broken / "model.onnx").is_file()
+
+
+def test_finished_run_gets_the_onnx_file_that_it_lacks(networks: Path, npz: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK]) == 0
+    (out / "model.onnx").unlink()
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    assert main(["fit", "--resume", str(out), "--quiet"]) == 0
+    assert (out / "model.onnx").is_file()
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_changed_data_are_not_gone_on_with(
+    networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK]) == 0
+    (x_train, y_train), (x_test, y_test) = table(200, 0), table(60, 1)
+    np.savez(npz, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+    assert main(["fit", "--resume", str(out), "--quiet"]) == 3
+    assert "changed since" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["rlsprune", "safetensors", "pt", "checkpoint.pt"])
+def test_run_starts_from_the_weights_it_is_given(kind: str, networks: Path, npz: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    source = mlp()
+    path = tmp_path / f"given.{kind.replace('rlsprune', 'safetensors')}"
+    if kind == "rlsprune":
+        rlsprune.save(source, path)
+    elif kind == "safetensors":
+        save_file(source.state_dict(), path)
+    else:
+        torch.save(source.state_dict() if kind == "pt" else {"state_dict": source.state_dict(), "epoch": 3}, path)
+    out = tmp_path / "run"
+    # At such a learning rate the weights stay what they were.
+    options = ["--weights", str(path), "--no-prune", "--lr", "1e-12", "--optimizer", "adamw", "--epochs", "1"]
+    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *options, "--quiet"]) == 0
+    for name, tensor in source.state_dict().items():
+        assert torch.allclose(load_file(out / "model.safetensors")[name], tensor, atol=1e-6)
+
+
+def test_config_comes_back_from_json(npz: Path) -> None:
+    config = make_fit_config("nets:mlp", npz, weights="w.pt", optimizer="adamw", image_size=32)
+    assert FitConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.lr < make_fit_config("nets:mlp", npz, optimizer="adamw").lr
+
+
+def fails(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, *said: str) -> None:
+    assert main(["fit", *arguments]) == code
+    error = capsys.readouterr().err
+    for words in said:
+        assert words in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("mlp", "module:function"),
+        ("no_such_module:mlp", "there is no module 'no_such_module'"),
+        ("{folder}/none.py:mlp", "there is no file"),
+        ("{networks}:lstm", "has no 'lstm': it has mlp, cnn"),
+        ("{networks}:width", "is a int, not a function"),
+        ("{networks}:nothing", "returned a NoneType"),
+        ("{networks}:of_width", "cannot be called without arguments"),
+        ("{networks}:wide", "puts out 7 values, but table has 3 classes"),
+        ("{networks}:cnn", "does not take the data of table, 12 each"),
+    ],
+)
+def test_models_that_do_not_fit(
+    model: str, said: str, networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = model.format(networks=networks, folder=tmp_path)
+    fails(capsys, [spec, "--data", str(npz), "--out", str(tmp_path / "run"), *QUICK], 2, said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_module_that_misses_a_module_says_which(tmp_path: Path, npz: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    fails(capsys, [f"{tmp_path}/broken.py:f", "--data", str(npz)], 1, "a_module_that_is_not_there")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"0.weight": torch.zeros(32, 12)}, "lacks '0.bias'"),
+        ({**mlp().state_dict(), "3.weight": torch.zeros(1)}, "has '3.weight', which the model has not"),
+        ({**mlp().state_dict(), "2.bias": torch.zeros(9)}, "'2.bias' is (9,) in it and (3,) in the model"),
+        ({"state": 3}, "something else than tensors"),
+        (mlp(), "cannot be read without executing"),
+    ],
+)
+def test_weights_that_do_not_fit(
+    content: Any, said: str, networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "given.pt"
+    torch.save(content, path)
+    options = ["--weights", str(path), "--out", str(tmp_path / "run"), *QUICK]
+    fails(capsys, [f"{networks}:mlp", "--data", str(npz), *options], 2, said, str(path))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "give a model and --data"),
+        (["--resume", "x", "--epochs", "3"], "leave out epochs"),
+        (["m:f", "--data", "d.npz", "--target", "1.5"], "--target 1.5"),
+        (["m:f", "--data", "d.npz", "--ratio", "0"], "--ratio 0"),
+        (["m:f", "--data", "d.npz", "--optimizer", "lion"], "--optimizer lion"),
+        (["m:f", "--data", "d.npz", "--channels", "2"], "--channels 2"),
+    ],
+)
+def test_options_that_make_no_sense(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fails(capsys, options, 2, said)
