@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlsprune.profile import profile as profile
     from rlsprune.prune.event import PruneEvent as PruneEvent
     from rlsprune.prune.pruner import Pruner as Pruner
+    from rlsprune.quantize import quantize_onnx as quantize_onnx
     from rlsprune.train.shrink import shrink as shrink
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _HOMES = {
     "export_program": "rlsprune.io",
     "load": "rlsprune.io",
     "profile": "rlsprune.profile",
+    "quantize_onnx": "rlsprune.quantize",
     "save": "rlsprune.io",
     "shrink": "rlsprune.train.shrink",
     "strip_inputs": "rlsprune.inputs",
@@ -47,6 +49,7 @@ __all__ = [
     "export_program",
     "load",
     "profile",
+    "quantize_onnx",
     "save",
     "shrink",
     "strip_inputs",
