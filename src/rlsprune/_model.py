@@ -13,7 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ExampleInputs", "as_call", "bare_copy", "device_of", "evaluate", "inference", "plain_attention", "unwrap"]
+__all__ = [
+    "ExampleInputs",
+    "as_call",
+    "bare_copy",
+    "device_of",
+    "evaluate",
+    "inference",
+    "plain_attention",
+    "unwrap",
+    "wrappers",
+]
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """One tensor, the positional arguments of the model, or its keyword arguments."""
@@ -31,15 +41,22 @@ def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, A
     raise TypeError(f"example_inputs is a {kind}: give a tensor, a tuple of arguments or a dict of keyword arguments")
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`."""
+def wrappers(model: nn.Module) -> list[nn.Module]:
+    """What is wrapped around a model, the outermost first, and last the model itself."""
+    layers = [model]
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:
-            return model
+            return layers
+        layers.append(model)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`."""
+    return wrappers(model)[-1]
 
 
 def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:

@@ -30,6 +30,27 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.to(torch.device("cpu") if tensor.device.type == "mps" else tensor.device).double()
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process has only a part of the tensor (a ``DTensor``, of ``fully_shard``)."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process has: all of it, but for a ``DTensor``."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def placed_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor of the parameter's shape, divided over the processes as the parameter is."""
+    if not is_sharded(parameter) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    placed: Tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return placed
+
+
 def forget_compiled_code() -> None:
     """Lets ``torch.compile`` start afresh, if it was used at all.
 

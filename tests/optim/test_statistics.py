@@ -28,7 +28,7 @@ CONVS = [
 @pytest.mark.parametrize(("layer", "shape"), CONVS, ids=lambda value: type(value).__name__)
 def test_all_rows_are_the_explicit_patches(layer: Any, shape: tuple[int, ...]) -> None:
     images = torch.rand(3, *shape)
-    rows = sample_rows(layer, images, 10**6, torch.Generator())
+    rows, _ = sample_rows(layer, images, 10**6, torch.Generator())
     bare = copy.deepcopy(layer)
     bare.bias = None
     expected = unfold(bare, images)
@@ -43,7 +43,7 @@ def test_all_rows_are_the_explicit_patches(layer: Any, shape: tuple[int, ...]) -
 def test_a_bounded_draw_gives_different_rows_and_leaves_the_global_state() -> None:
     layer = nn.Linear(3, 2)
     state = torch.get_rng_state()
-    rows = sample_rows(layer, torch.arange(3000.0).view(10, 100, 3), 128, torch.Generator().manual_seed(0))[0]
+    (rows,), _ = sample_rows(layer, torch.arange(3000.0).view(10, 100, 3), 128, torch.Generator().manual_seed(0))
     assert rows.shape == (128, 3)
     assert len(torch.unique(rows[:, 0])) == 128
     assert torch.equal(torch.get_rng_state(), state)
@@ -53,7 +53,7 @@ def test_a_bounded_draw_gives_different_rows_and_leaves_the_global_state() -> No
 def test_rows_times_weight_matrix_is_the_layer(layer: Any, shape: tuple[int, ...]) -> None:
     layer = copy.deepcopy(layer).double()
     inputs = torch.rand(2, *shape).double()
-    rows = nn.functional.pad(sample_rows(layer, inputs, 10**6, torch.Generator()), (0, 1), value=1.0)
+    rows = nn.functional.pad(sample_rows(layer, inputs, 10**6, torch.Generator())[0], (0, 1), value=1.0)
     products = torch.cat(list((rows @ weight_matrix(layer)).detach()), 1)  # groups side by side: (rows, out)
     outputs = layer(inputs).detach().flatten(2).movedim(1, 2).flatten(0, 1) if inputs.dim() > 2 else layer(inputs)
     torch.testing.assert_close(products.sum(), outputs.detach().sum())
@@ -123,7 +123,7 @@ def test_the_sample_is_bounded_recent_and_repeatable() -> None:
             layer(torch.full((256, 4), float(value)) + torch.arange(256)[:, None] / 1000)
         batches = list(statistics._collectors[""]._batches)
         statistics.close()
-        samples.append(torch.cat(batches, 1))
+        samples.append(torch.cat([rows[..., :4] for rows, _ in batches], 1))
     assert torch.equal(*samples)
     assert samples[0].shape[1] == 1024
     assert samples[0].min() >= 32  # the last eight batches

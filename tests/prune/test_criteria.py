@@ -20,7 +20,7 @@ def rows_of(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
     handle = layer.register_forward_hook(lambda _, args, __: seen.append(args[0].detach()))
     model(inputs)
     handle.remove()
-    rows = sample_rows(layer, seen[0], 10**6, torch.Generator())
+    rows, _ = sample_rows(layer, seen[0], 10**6, torch.Generator())
     return nn.functional.pad(rows, (0, 1), value=1.0)[0]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsprune._tensors import local
 from rlsprune.optim import functional
 
 # Entries of `optimizer.state[parameter]`, always checkpointed.
@@ -35,8 +36,8 @@ def block_sizes(inputs: int, unit: int, bias: bool, block_size: int | None) -> l
 
 def initial_inverse(mean: Tensor, weight: Tensor, p0: float, block_size: int | None) -> list[Tensor]:
     """``p0·I``, in blocks, for a layer with this mean input ``(groups, n)``."""
-    inputs = weight[0].numel()
-    sizes = block_sizes(inputs, weight[0, 0].numel(), mean.shape[-1] > inputs, block_size)
+    inputs = weight.shape[1:].numel()
+    sizes = block_sizes(inputs, weight.shape[2:].numel(), mean.shape[-1] > inputs, block_size)
     return [p0 * torch.eye(b, dtype=mean.dtype, device=mean.device).expand(len(mean), b, b).contiguous() for b in sizes]
 
 
@@ -74,7 +75,7 @@ class LayerStep:
         if batch is not None and probe is not None:
             batch, finite = match_gradient(weight, bias, *batch, probe)
         else:
-            finite = all_finite([p.grad for p in (weight, bias) if p is not None and p.grad is not None])
+            finite = all_finite([local(p.grad) for p in (weight, bias) if p is not None and p.grad is not None])
         if batch is not None:
             factors = functional.batch_factors(*batch, blocks[0])
             gains = [functional.mean_product(factors[1])]
@@ -111,21 +112,21 @@ class LayerStep:
             if p.grad is None:  # frozen: it gathers no speed
                 state[p][VELOCITY].zero_()
             else:
-                step_parameter_(p, state[p][VELOCITY], lr * group["weight_decay"], gate)
+                step_parameter_(local(p), local(state[p][VELOCITY]), lr * group["weight_decay"], gate)
         for P, u, excitation in zip(self.blocks, self.gains, self.excitations, strict=True):
             self._update_inverse(P, u, group["forgetting"] + group["mean_scale"] * excitation, gate)
 
     def _move_velocities(
         self, state: Mapping[Tensor, dict[str, Any]], momentum: float | Tensor, scale: Tensor, gate: Tensor | None
     ) -> None:
-        groups, n = len(self.blocks[0]), self.weight[0].numel()
-        velocity = state[self.weight][VELOCITY].view(groups, -1, n)
-        bias_velocity = None if self.bias is None else state[self.bias][VELOCITY].view(groups, -1)
+        groups, n = len(self.blocks[0]), self.weight.shape[1:].numel()
+        velocity = _rows(local(state[self.weight][VELOCITY]), groups, n)
+        bias_velocity = None if self.bias is None else local(state[self.bias][VELOCITY]).view(groups, -1)
         if self.factors is not None:
             functional.velocity_step_(velocity, bias_velocity, *self.factors, momentum=momentum, scale=scale)
             return
         dtype = self.blocks[0].dtype
-        weight_grad = _grad(self.weight, gate).to(dtype).reshape(groups, -1, n)
+        weight_grad = _rows(_grad(self.weight, gate).to(dtype), groups, n)
         bias_grad = None if self.bias is None else _grad(self.bias, gate).to(dtype).reshape(groups, -1)
         start = 0
         for P in self.blocks:
@@ -174,8 +175,14 @@ def step_parameter_(parameter: Tensor, velocity: Tensor, decay: float | Tensor, 
 def _grad(parameter: Tensor, gate: Tensor | None) -> Tensor:
     """The gradient; zero for a frozen parameter of a layer that is otherwise trained, or where the gate is closed."""
     if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad if gate is None else torch.where(gate, parameter.grad, 0)
+        return torch.zeros_like(local(parameter))
+    grad = local(parameter.grad)
+    return grad if gate is None else torch.where(gate, grad, 0)
+
+
+def _rows(weight: Tensor, groups: int, inputs: int) -> Tensor:
+    """A weight, or what has its shape, as matrices: ``(groups, out per group, inputs)``, of which out may be 0."""
+    return weight.reshape(groups, len(weight) // groups, inputs)
 
 
 def all_finite(gradients: list[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from rlsprune._tensors import is_sharded
 from rlsprune.optim import functional
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -106,6 +107,12 @@ def _obstacle(name: str, layer: Layer, modules: dict[str, nn.Module], owners: di
         raise ValueError(
             f"layer {name!r} is lazy and has no shape yet: run a batch through the model before creating the optimizer"
         )
+    if is_sharded(layer.weight):
+        if getattr(layer, "groups", 1) > 1:
+            return "fully_shard has divided its groups over the ranks"
+        placements = layer.weight.placements  # type: ignore[attr-defined]
+        if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
+            return "fully_shard has divided its inputs over the ranks: let it divide the outputs (dimension 0)"
     if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "nn.MultiheadAttention uses its weight without calling it, so its input is never seen"
     tied = [modules[other] for p in layer.parameters(recurse=False) for other in owners[id(p)]]

@@ -22,22 +22,30 @@ from rlsprune.optim.layers import Layer, mean_input
 class Recorder:
     """Collects one layer's mean input, and where it pays the batch itself, over the backward passes before a step."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype | None, groups: int = 1, *, shared: bool = False, fsdp: bool = False) -> None:
+        """Starts with nothing collected.
+
+        Args:
+            dtype: Of the mean; None for float32, or the weight's if wider.
+            groups: Of the layer.
+            shared: The gradient is that of several processes' batches, so this one's batch is not worth keeping.
+            fsdp: The gradient leaves the parameter that the layer is called with as soon as it arrives.
+        """
+        self.dtype, self.groups, self.shared, self.fsdp = dtype, groups, shared, fsdp
         self.clear()
 
     def clear(self) -> None:
         """Forgets everything collected."""
         self._sum: Tensor | None = None
-        self._rows = 0
+        self._rows: float | Tensor = 0
         self._backward_id: int | None = None
         self._batches: list[tuple[Tensor, Tensor]] | None = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dtype": self.dtype}
+        return {"dtype": self.dtype, "groups": self.groups, "shared": self.shared, "fsdp": self.fsdp}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["dtype"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def mean(self) -> Tensor | None:
@@ -62,11 +70,39 @@ class Recorder:
         """The dtype of P and of the mean input: as asked for, else float32 or the weight's if wider."""
         return self.dtype or torch.promote_types(weight.dtype, torch.float32)
 
+    def collected(self, weight: Tensor, biased: bool) -> Tensor:
+        """All that was collected, as one vector: the sum of the inputs, the number of rows, and 1 if there were any."""
+        if self._sum is None:
+            inputs = self.groups * (weight.shape[1:].numel() + biased)
+            return torch.zeros(inputs + 2, dtype=self.precision(weight), device=weight.device)
+        ends = torch.tensor([self._rows, 1], dtype=self._sum.dtype).to(weight.device, non_blocking=True)
+        return torch.cat([self._sum.to(weight.device).flatten(), ends])
+
+    def replace(self, collected: Tensor, members: int) -> Tensor | None:
+        """Takes over what several processes have collected together.
+
+        Args:
+            collected: The sum of their vectors.
+            members: How many they are.
+
+        Returns:
+            On an accelerator, whose values are not looked at, whether all of them or none had rows, as must be there.
+        """
+        sums, rows, seen = collected[:-2].view(self.groups, -1), collected[-2], collected[-1]
+        if not host_waits(collected.device):
+            self._sum, self._rows = (sums, float(rows)) if rows else (None, 0)
+            return None
+        if self._sum is None:
+            return seen == 0
+        self._sum, self._rows = sums, rows
+        return seen == members
+
     def observe(self, layer: Layer, inputs: Tensor, output: Tensor) -> None:
         """Called after a forward of the layer: averages its input and waits for the gradient."""
         leaf = next((p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad), None)
         if leaf is None or not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
+        self.groups = getattr(layer, "groups", 1)
         with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
             mean, rows = mean_input(layer, inputs.detach(), self.precision(layer.weight))
         kept = inputs.detach() if self._worth_keeping(layer, inputs, output, rows) else None
@@ -74,7 +110,7 @@ class Recorder:
 
     def _worth_keeping(self, layer: Layer, inputs: Tensor, output: Tensor, rows: int) -> bool:
         """Whether ``Δᵀ(X P)`` is cheaper than ``∇W P``, and X would be kept for the backward pass anyway."""
-        if not isinstance(layer, nn.Linear) or host_waits(inputs.device) or self._batches is None:
+        if not isinstance(layer, nn.Linear) or self.shared or host_waits(inputs.device) or self._batches is None:
             # Telling whether the gradient was edited takes a look at values.
             return False
         out, n = layer.weight.shape
@@ -93,7 +129,7 @@ class Recorder:
         as well.
         """
         backward_id = torch._C._current_graph_task_id()
-        if grad_is_none and backward_id != self._backward_id:
+        if grad_is_none and not self.fsdp and backward_id != self._backward_id:
             self.clear()
         self._backward_id = backward_id
         if not rows:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune._arguments import check_argument
-from rlsprune._tensors import forget_compiled_code
+from rlsprune._model import unwrap
+from rlsprune._tensors import forget_compiled_code, is_sharded, local, placed_like
+from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.health import LayerHealth, layer_health
 from rlsprune.optim.layer_step import (
@@ -27,6 +29,10 @@ from rlsprune.optim.layer_step import (
 )
 from rlsprune.optim.layers import Layer, divide
 from rlsprune.optim.recorder import ForwardHook, Recorder
+from rlsprune.optim.team import Team
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # A layer whose P would be larger than this gets a warning at construction.
 LARGE_INVERSE_BYTES = 2**30
@@ -82,11 +88,14 @@ class RLS(Optimizer):
         fallback_lr: float = 0.1,
         dtype: torch.dtype | None = None,
         on_fault: str = "raise",
+        shard: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         """Registers one forward hook per layer; see the class for what each setting does.
 
         Args:
-            model: The module to train. All its parameters are taken.
+            model: The module to train, or a DistributedDataParallel or compiled wrapper of it. All its parameters are
+                taken.
             lr: η, the gradient scaling factor of every preconditioned layer.
             momentum: α in [0, 1), also of the momentum SGD for the other parameters.
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
@@ -99,6 +108,11 @@ class RLS(Optimizer):
             on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite. Either
                 way nothing has changed. On an accelerator the fault is reported at the next step, since looking at
                 once would make the host wait.
+            shard: With several processes, keep P and velocity of a layer, and compute its step, on one of them alone
+                (balanced by cost), which sends the new weights to the others. With one process it changes nothing.
+            process_group: The processes that train this model together, each with its share of every batch; None for
+                those of the DistributedDataParallel wrapper, or all, if ``torch.distributed`` is initialised. Their
+                mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.
         """
         check_argument("lr", lr, lr >= 0, "a number ≥ 0")
         check_argument("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
@@ -119,10 +133,20 @@ class RLS(Optimizer):
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
 
+        ranks = find_ranks(model, process_group)
+        model = unwrap(model)
         parts = divide(model)
         self._block_size, self._fallback_lr = block_size, fallback_lr
         self._faults = FaultWatch(on_fault)
-        self._recorders = {name: Recorder(dtype) for name in parts.layers}
+        self._recorders = {
+            name: Recorder(
+                dtype,
+                getattr(layers[0], "groups", 1),
+                shared=ranks is not None,
+                fsdp=is_sharded(layers[0].weight),
+            )
+            for name, layers in parts.layers.items()
+        }
         self._probes: dict[str, Tensor] = {}
         self._unseen: set[str] = set()
         self._handles: list[RemovableHandle] | None = []
@@ -135,10 +159,12 @@ class RLS(Optimizer):
         if parts.others:
             groups.append({"params": [p for _, p in parts.others], "name": "fallback", "preconditioned": False})
         super().__init__(groups, {"lr": lr, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0, **shared})
+        self._team = None if ranks is None else Team(ranks, self.param_groups, shard, block_size)
 
         for name, layers in parts.layers.items():
             hook = ForwardHook(self._recorders[name])
-            self._handles += [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
+            # First of all hooks: that of fully_shard takes the weight away.
+            self._handles += [layer.register_forward_hook(hook, with_kwargs=True, prepend=True) for layer in layers]
             self._warn_if_large(name, layers[0])
         forget_compiled_code()
         for name, reason in parts.left_out.items():
@@ -188,7 +214,10 @@ class RLS(Optimizer):
     def _step(self) -> None:
         steps: list[LayerStep] = []
         plain: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+        checks = [] if self._team is None else self._team.share_means(self.param_groups, self._recorders)
         for group in self.param_groups:
+            if self._team is not None and not self._team.owns(group):
+                continue
             trained = [p for p in group["params"] if p.grad is not None]
             if group["preconditioned"] and self._recorders[group["name"]].empty:
                 continue  # no input, no step
@@ -198,8 +227,12 @@ class RLS(Optimizer):
             else:
                 plain += [(group, p, dense_gradient(group.get("name"), p)) for p in trained]
 
-        checks = [(f"{what} of layer {step.group['name']!r}", ok) for step in steps for what, ok in step.checks.items()]
+        checks += [
+            (f"{what} of layer {step.group['name']!r}", ok) for step in steps for what, ok in step.checks.items()
+        ]
         checks += [(f"the gradient in group {group.get('name')!r}", all_finite([grad])) for group, _, grad in plain]
+        if self._team is not None:
+            checks = self._team.share_checks(checks, self.param_groups[0]["params"][0].device)
         gates = self._faults.gates(checks)
         if gates is None:
             return
@@ -209,6 +242,8 @@ class RLS(Optimizer):
             step.apply(self.state, gates[step.weight.device])
         for group, p, grad in plain:
             self._plain_step(group, p, grad, gates[p.device])
+        if self._team is not None:
+            self._team.publish(self.param_groups)
 
     def _prepare(self, group: dict[str, Any]) -> LayerStep | None:
         """The layer's step, or None if its forward was never seen (it then takes a momentum SGD step)."""
@@ -237,16 +272,16 @@ class RLS(Optimizer):
 
     def _plain_step(self, group: dict[str, Any], p: Tensor, grad: Tensor, gate: Tensor | None) -> None:
         lr = self._fallback_lr if group["preconditioned"] else group["lr"]
-        velocity, momentum = self._velocity(p, p.dtype), group["momentum"]
+        velocity, momentum = local(self._velocity(p, p.dtype)), group["momentum"]
         if gate is not None:
             grad, momentum = torch.where(gate, grad, 0), torch.where(gate, momentum, 1.0)
         velocity.mul_(momentum).add_(grad, alpha=-lr)
-        step_parameter_(p, velocity, lr * group["weight_decay"], gate)
+        step_parameter_(local(p), velocity, lr * group["weight_decay"], gate)
 
     def _velocity(self, p: Tensor, dtype: torch.dtype) -> Tensor:
         velocity: Tensor | None = self.state[p].get(VELOCITY)
         if velocity is None:
-            velocity = torch.zeros(p.shape, dtype=dtype, device=p.device)
+            velocity = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
         self.state[p][VELOCITY] = velocity = velocity.to(device=p.device, dtype=dtype).contiguous()
         return velocity
 
@@ -262,9 +297,10 @@ class RLS(Optimizer):
     def inverse(self, name: str) -> Tensor:
         """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution.
 
-        A copy if the layer's P is kept in blocks, else the matrix itself.
+        A copy if the layer's P is kept in blocks or by another rank, else the matrix itself. With ``shard=True`` all
+        ranks have to call this together.
         """
-        blocks = self._blocks(name)
+        blocks = self.blocks(self._group(name)["params"][0])
         if blocks is None:
             raise RuntimeError(f"layer {name!r} has no P yet: it starts with the first step that trains the layer")
         if len(blocks) > 1:
@@ -278,40 +314,57 @@ class RLS(Optimizer):
             dense = blocks[0]
         return dense[0] if len(dense) == 1 else dense
 
-    def _blocks(self, name: str) -> list[Tensor] | None:
+    def blocks(self, weight: Tensor) -> list[Tensor] | None:
+        """P of a layer's weight as diagonal blocks, each (groups, b, b), or None; see :meth:`inverse`."""
+        blocks: list[Tensor] | None = self.state.get(weight, {}).get(INVERSE)
+        group = next((g for g in self.param_groups if g["preconditioned"] and g["params"][0] is weight), None)
+        if self._team is not None and self.sharded and group is not None:
+            (held,) = self._team.whole([group | {"params": [weight]}], [None if blocks is None else {INVERSE: blocks}])
+            blocks = None if held is None else held[INVERSE]
+        return blocks
+
+    def _group(self, name: str) -> dict[str, Any]:
         for group in self.param_groups:
             if group["preconditioned"] and group["name"] == name:
-                blocks: list[Tensor] | None = self.state.get(group["params"][0], {}).get(INVERSE)
-                return blocks
+                return group
         known = ", ".join(repr(known) for known in self._recorders)
         raise KeyError(f"no preconditioned layer is called {name!r}; there are {known}")
+
+    def _own_blocks(self, name: str) -> list[Tensor] | None:
+        blocks: list[Tensor] | None = self.state.get(self._group(name)["params"][0], {}).get(INVERSE)
+        return blocks
 
     @torch.no_grad()
     def reset(self, name: str | None = None) -> None:
         """Sets P of one layer, or of all, back to p0·I. Weights and velocities stay."""
         for group in self.param_groups:
             if group["preconditioned"] and name in (None, group["name"]):
-                for P in self._blocks(group["name"]) or ():
+                for P in self._own_blocks(group["name"]) or ():
                     P.zero_().diagonal(dim1=-2, dim2=-1).fill_(group["p0"])
         if name is not None:
-            self._blocks(name)
+            self._group(name)
 
     def check(self) -> dict[str, LayerHealth]:
-        """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ per layer."""
+        """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ per layer.
+
+        With ``shard=True``, of the layers whose P this rank keeps.
+        """
         self._faults.report()
-        return {name: layer_health(name, blocks) for name in self._recorders if (blocks := self._blocks(name))}
+        return {name: layer_health(name, blocks) for name in self._recorders if (blocks := self._own_blocks(name))}
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of state held, for ``"inverse"`` (all P), ``"velocity"`` and in ``"total"``."""
+        """Bytes of state held by this process, for ``"inverse"`` (all P), ``"velocity"`` and in ``"total"``."""
         usage = {INVERSE: 0, VELOCITY: 0}
         for state in self.state.values():
             usage[INVERSE] += sum(P.nbytes for P in state.get(INVERSE, ()))
-            usage[VELOCITY] += state[VELOCITY].nbytes if VELOCITY in state else 0
+            usage[VELOCITY] += local(state[VELOCITY]).nbytes if VELOCITY in state else 0
         return usage | {"total": sum(usage.values())}
 
     def _warn_if_large(self, name: str, layer: Layer) -> None:
         weight = layer.weight
-        sizes = block_sizes(weight[0].numel(), weight[0, 0].numel(), layer.bias is not None, self._block_size)
+        sizes = block_sizes(
+            weight.shape[1:].numel(), weight.shape[2:].numel(), layer.bias is not None, self._block_size
+        )
         groups = getattr(layer, "groups", 1)
         size = groups * sum(b * b for b in sizes) * self._recorders[name].precision(weight).itemsize
         if size > LARGE_INVERSE_BYTES:
@@ -323,8 +376,38 @@ class RLS(Optimizer):
 
     # --- copying, saving, closing -------------------------------------------------------------------------------------
 
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that train together with this one, itself included; None if it is alone."""
+        return None if self._team is None else self._team.ranks
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each layer's state is kept by one of several processes alone."""
+        return self._team is not None and self._team.sharded
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this process keeps the state of a parameter: always, but for ``shard=True``."""
+        if self._team is None or not self.sharded:
+            return True
+        return all(self._team.owns(g) for g in self.param_groups if any(p is parameter for p in g["params"]))
+
+    def whole_state(self, states: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+        """The states of all parameters, in their order, of which every rank has those that it owns."""
+        return list(states) if self._team is None else self._team.whole(self.param_groups, states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, from all ranks if it is sharded: all of them have to call this then."""
+        packed = super().state_dict()
+        keys = [key for group in packed["param_groups"] for key in group["params"]]
+        states = self.whole_state([packed["state"].get(key) for key in keys])
+        packed["state"] |= {key: state for key, state in zip(keys, states, strict=True) if state is not None}
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of an optimizer over the same layers; P keeps its precision, whatever the weight's.
+
+        It may come from any number of processes, sharded or not; each keeps what it owns.
 
         Raises:
             ValueError: Layers or shapes differ. Nothing has changed then.
@@ -336,16 +419,19 @@ class RLS(Optimizer):
                 f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model"
             )
         states: dict[Tensor, dict[str, Any]] = {}
+        own: dict[Any, dict[str, Any]] = {}
         for saved_group, group in zip(saved_groups, groups, strict=True):
             for key, p in zip(saved_group["params"], group["params"], strict=False):
-                saved = states[p] = state_dict["state"].get(key, {})
+                saved = state_dict["state"].get(key, {})
                 self._check_shapes(group.get("name"), p, saved)
-        super().load_state_dict(state_dict)
+                if saved and self.owns(p):
+                    states[p] = own[key] = saved
+        super().load_state_dict(state_dict | {"state": own})
         for p, saved in states.items():  # torch has cast them to the parameter's dtype
             if INVERSE in saved:
                 self.state[p][INVERSE] = [P.to(p.device, copy=True) for P in saved[INVERSE]]
             if VELOCITY in saved:
-                self.state[p][VELOCITY] = saved[VELOCITY].to(p.device, copy=True)
+                self.state[p][VELOCITY] = placed_like(p, saved[VELOCITY].to(p.device, copy=True))
 
     def _check_shapes(self, name: str | None, p: Tensor, saved: dict[str, Any]) -> None:
         if VELOCITY in saved and saved[VELOCITY].shape != p.shape:
@@ -354,15 +440,18 @@ class RLS(Optimizer):
                 f"{tuple(p.shape)}: load the pruned model (rlsprune.load) before its optimizer"
             )
         inputs = sum(P.shape[-1] for P in saved.get(INVERSE, ()))
-        if inputs and inputs - p[0].numel() not in (0, 1):
-            raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {p[0].numel()}")
+        if inputs and inputs - p.shape[1:].numel() not in (0, 1):
+            raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {p.shape[1:].numel()}")
 
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("_recorders", "_handles", "_block_size", "_faults", "_fallback_lr")
+        keys = ("_recorders", "_handles", "_block_size", "_faults", "_fallback_lr", "_team")
         return super().__getstate__() | {key: self.__dict__[key] for key in keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Loading a state dict comes through here too, with groups and states alone.
         super().__setstate__({"_probes": {}, "_unseen": set()} | state)
+        if self._team is not None and self._team.ranks is None:
+            self._team = None  # unpickled where there are no other processes
 
     def close(self) -> None:
         """Removes the hooks from the model. The state stays readable; further steps raise."""
@@ -376,4 +465,4 @@ def dense_gradient(name: str | None, parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None or grad.is_sparse:
         raise ValueError(f"group {name!r} has a sparse gradient: create the embedding with sparse=False")
-    return grad
+    return local(grad)

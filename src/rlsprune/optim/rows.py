@@ -14,42 +14,70 @@ from rlsprune.optim.layers import Layer
 _PATCHES = 8
 
 
-def sample_rows(layer: Layer, inputs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """At most ``count`` random rows of the input matrix, ``(groups, rows, n)``, without the bias's 1.
+def sample_rows(
+    layer: Layer, inputs: Tensor, count: int, generator: torch.Generator, rank: int = 0, ranks: int = 1
+) -> tuple[Tensor, int]:
+    """At most ``count`` random rows of the input matrix.
 
     Args:
         layer: A Linear layer (rows are its inputs) or a convolution (rows are patches).
         inputs: One batch of its input.
         count: How many rows.
         generator: On the CPU, so that the draw is the same on every device.
+        rank: Whose batch this is, where several ranks each have one: the rows are drawn from all of them, as if they
+            were one batch, and those of this rank are returned.
+        ranks: How many there are.
+
+    Returns:
+        The rows, ``(groups, rows, n)``, without the bias's 1; and how many were drawn on all ranks together.
     """
     if isinstance(layer, nn.Linear):
         rows = inputs.reshape(-1, inputs.shape[-1])
-        if len(rows) > count:
-            rows = rows[_draw(len(rows), count, generator).to(rows.device)]
-        return rows.clone().unsqueeze(0)
+        drawn = min(count, ranks * len(rows))
+        if ranks * len(rows) > count:
+            _, own = _of_rank(_draw(ranks * len(rows), count, generator), rank, len(rows))
+            rows = rows[own.to(rows.device)]
+        return rows.clone().unsqueeze(0), drawn
     if inputs.dim() == layer.weight.dim() - 1:
         inputs = inputs.unsqueeze(0)
-    if len(inputs) > count // _PATCHES:
-        inputs = inputs[_draw(len(inputs), count // _PATCHES, generator).to(inputs.device)]
-    return _patches(layer, inputs, count, generator)
+    chosen = _draw(ranks * len(inputs), max(1, count // _PATCHES), generator)
+    places, own = _of_rank(chosen, rank, len(inputs))
+    if len(own) < len(inputs):
+        inputs = inputs[own.to(inputs.device)]
+    return _patches(layer, inputs, count, generator, places, len(chosen))
 
 
 def _patches(
-    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor, count: int, generator: torch.Generator
-) -> Tensor:
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+    images: Tensor,
+    count: int,
+    generator: torch.Generator,
+    places: Tensor,
+    total: int,
+) -> tuple[Tensor, int]:
+    """Patches drawn from ``total`` images, of which those at ``places`` are here."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = nn.functional.pad(images, layer._reversed_padding_repeated_twice, mode=mode)
     settings = list(zip(padded.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True))
     positions = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, dilation in settings]
-    picks = _draw(len(images) * math.prod(positions), count, generator).to(images.device)
-    image, *corners = torch.unravel_index(picks, (len(images), *positions))
+    picks = _draw(total * math.prod(positions), count, generator)
+    image, *corners = torch.unravel_index(picks, (total, *positions))
+    if len(places) < total:
+        here = torch.full((total,), -1).index_put((places,), torch.arange(len(places)))[image]
+        image, corners = here[here >= 0], [corner[here >= 0] for corner in corners]
+    image, corners = image.to(images.device), [corner.to(images.device) for corner in corners]
     index: list[Tensor | slice] = [image.view(-1, *[1] * len(corners)), slice(None)]
     for axis, (corner, (_, kernel, stride, dilation)) in enumerate(zip(corners, settings, strict=True)):
         taps = corner[:, None] * stride + torch.arange(kernel, device=images.device) * dilation
         index.append(taps.view(-1, *(kernel if i == axis else 1 for i in range(len(corners)))))
     patches = padded[tuple(index)].movedim(-1, 1)  # the indexed dimensions come first, the channels last
-    return patches.reshape(len(picks), layer.groups, -1).movedim(1, 0).contiguous()
+    return patches.reshape(len(image), layer.groups, -1).movedim(1, 0).contiguous(), len(picks)
+
+
+def _of_rank(picks: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where in a draw from equal batches the items of one rank stand, and which of its own they are."""
+    places = ((picks >= rank * size) & (picks < (rank + 1) * size)).nonzero().flatten()
+    return places, picks[places] - rank * size
 
 
 def _draw(population: int, count: int, generator: torch.Generator) -> Tensor:

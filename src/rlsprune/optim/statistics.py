@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlsprune._arguments import check_argument
 from rlsprune._tensors import exact, forget_compiled_code
+from rlsprune.distributed.ranks import Ranks
 from rlsprune.optim import functional
 from rlsprune.optim.inverse import DenseInverse, Inverse, from_rows
 from rlsprune.optim.layers import Layer, is_layer, mean_input
@@ -48,6 +49,7 @@ class InputStatistics:
         mean_scale: float = 0.1,  # k
         p0: float = 1.0,
         damping: float = 1e-3,
+        ranks: Ranks | None = None,
     ) -> None:
         """Registers one forward hook per Linear and Conv layer.
 
@@ -59,9 +61,11 @@ class InputStatistics:
             mean_scale: The paper's k, of kind ``"mean"``.
             p0: P starts at p0·I, of kind ``"mean"``.
             damping: Of kind ``"exact"``: added to the autocorrelation's diagonal, as a share of its mean.
+            ranks: Of kind ``"exact"``: the processes that each see a share of every batch. The sample is then of all of
+                them, and they have to ask for it together.
         """
         check_argument("kind", kind, kind in ("exact", "mean"), "'exact' or 'mean'")
-        self._mean_scale, self._p0, self._damping = mean_scale, p0, damping
+        self._mean_scale, self._p0, self._damping, self._ranks = mean_scale, p0, damping, ranks
         self._everything = False
         self.active = True
         """Whether training forwards are watched at all."""
@@ -122,40 +126,42 @@ class RowSample:
     """The most recent rows of one layer's input, at most a bounded number."""
 
     def __init__(self, owner: InputStatistics) -> None:
-        self._damping = owner._damping
+        self._damping, self._ranks = owner._damping, owner._ranks
         self.clear(0)
 
     def clear(self, seed: int) -> None:
         """Drops the rows and restarts the draw."""
         self._generator = torch.Generator().manual_seed(seed)
-        self._batches: deque[Tensor] = deque()
-        self._bias = False
+        self._batches: deque[tuple[Tensor, int]] = deque()
+        """Rows of a batch, and how many were drawn on all ranks together."""
 
     def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
         """Draws at most ``count`` rows from a batch, and drops the oldest ones that are not needed any more."""
-        rows = sample_rows(layer, inputs, count, self._generator)
-        if self._batches and self._batches[0].shape[::2] != rows.shape[::2]:
-            self._batches.clear()  # the layer was resized
-        self._batches.append(rows)
-        self._bias = layer.bias is not None
+        rank, ranks = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        rows, drawn = sample_rows(layer, inputs, count, self._generator, rank, ranks)
         n = rows.shape[2]
+        if layer.bias is not None:
+            rows = nn.functional.pad(rows, (0, 1), value=1.0)
+        if self._batches and self._batches[0][0].shape[::2] != rows.shape[::2]:
+            self._batches.clear()  # the layer was resized
+        self._batches.append((rows, drawn))
         limit = _FEW_ROWS if n > _MANY_ROWS else min(max(2 * n, _FEW_ROWS), _MANY_ROWS)
-        while sum(batch.shape[1] for batch in self._batches) - self._batches[0].shape[1] >= limit:
+        while sum(drawn for _, drawn in self._batches) - self._batches[0][1] >= limit:
             self._batches.popleft()
 
     def inverses(self, name: str) -> list[Inverse]:
         """P of each group, from the rows at hand."""
-        if not self._batches:
+        rows = torch.cat([rows for rows, _ in self._batches], dim=1) if self._batches else None
+        if self._ranks is not None:
+            rows = self._ranks.gather_rows(rows, dim=1)
+        if rows is None:
             raise RuntimeError(
                 f"no input of layer {name!r} was seen: train a step with the statistics in place, or give them batches "
                 "(pruner.calibrate(batches))"
             )
-        rows = torch.cat(list(self._batches), dim=1)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if not bool(rows.sum().isfinite()):
             raise FloatingPointError(f"the input of layer {name!r} is not finite: check the data and the loss")
-        if self._bias:
-            rows = nn.functional.pad(rows, (0, 1), value=1.0)
         return [from_rows(group, self._damping) for group in rows]
 
 

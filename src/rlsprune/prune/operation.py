@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rlsprune._tensors import complement
+from rlsprune.distributed.ranks import Ranks
 from rlsprune.graph import ChannelGraph, Group, plan_cuts
 from rlsprune.inputs import select_inputs
 from rlsprune.prune.criteria import Criterion, InverseOf, criterion
@@ -27,6 +28,7 @@ def operate(
     graph: ChannelGraph,
     settings: Settings,
     source: InverseOf,
+    ranks: Ranks | None = None,
 ) -> dict[str, list[int]]:
     """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1). Not undone on errors.
 
@@ -37,6 +39,7 @@ def operate(
         graph: Its groups, renumbered as units go.
         settings: What to choose and how to remove it.
         source: P of each group of a layer, for scores and compensation.
+        ranks: The processes that prune the same network, and have to choose the same units.
 
     Returns:
         Name of a group → the units that went, numbered as before the event.
@@ -47,6 +50,8 @@ def operate(
     with torch.no_grad():
         for name in [group.name for group in graph]:
             units = _choose(graph[name], settings, score)
+            if ranks is not None:
+                ranks.agree(f"which channels of {name!r} go", units)
             if units:
                 _remove(graph, graph[name], units, model, optimizer, copies, settings, inverse_of)
                 removed[name] = units

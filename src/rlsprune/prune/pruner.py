@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from rlsprune import io
 from rlsprune._arguments import check_argument
 from rlsprune._model import ExampleInputs, evaluate
-from rlsprune._tensors import forget_compiled_code
+from rlsprune._tensors import forget_compiled_code, is_sharded
+from rlsprune.distributed.fingerprint import fingerprint
+from rlsprune.distributed.ranks import find_ranks
+from rlsprune.distributed.wrapper import rebuild
 from rlsprune.graph import ChannelGraph, Group, find_groups
 from rlsprune.inputs import kept_inputs, strip_inputs
 from rlsprune.optim.inverse import DenseInverse, Inverse
-from rlsprune.optim.layer_step import INVERSE
+from rlsprune.optim.rls import RLS
 from rlsprune.optim.statistics import InputStatistics
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import Criterion
@@ -78,7 +83,8 @@ class Pruner:
         """Finds the network's prunable channels and proves on the example that they can go.
 
         Args:
-            model: The network itself, not a parallel or compiled wrapper.
+            model: The network itself, or its DistributedDataParallel wrapper, which is then rebuilt at each prune.
+                Every rank makes the same pruner and calls it alike.
             optimizer: Any ``torch.optim`` optimizer of its parameters (not LBFGS).
             example_inputs: What the network is called with: a tensor, a tuple of arguments or a dict of them.
             ratio: ξ in (0, 1), the share of a layer's channels considered at each event; or a mapping from layer names
@@ -104,6 +110,15 @@ class Pruner:
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
         check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
         check_argument("patience", patience, patience is None or patience >= 1, "None or at least 1")
+        self._ranks = optimizer.ranks if isinstance(optimizer, RLS) else find_ranks(model)
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        if any(map(is_sharded, model.parameters())):
+            raise ValueError(
+                "the model is divided by fully_shard, and its parts cannot be cut: train it with "
+                "DistributedDataParallel and RLS(..., shard=True), or prune a whole copy (rlsprune.save its full "
+                "state, load it into a plain model, prune, and call fully_shard on that)"
+            )
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
         self.model, self.optimizer, self.example_inputs = model, optimizer, example_inputs
@@ -122,7 +137,7 @@ class Pruner:
         self._ignore, self._on_prune = ignore if isinstance(ignore, str) else tuple(ignore), on_prune
         self._known_graph: ChannelGraph | None = self._find_graph()
         sampled = self._settings.needs_inverse and statistics == "exact"
-        self._statistics = InputStatistics(model) if sampled else None
+        self._statistics = InputStatistics(model, ranks=self._ranks) if sampled else None
         self._copies: list[nn.Module] = []
         self._gate = Gate(warmup_epochs, patience, tolerance)
         self._recovered: list[Snapshot] | None = None
@@ -139,9 +154,12 @@ class Pruner:
         """Once per epoch: prunes if the loss has recovered. Returns the event if it did.
 
         Args:
-            loss: The loss to compare with the one at the last prune; which one is up to the caller.
+            loss: The loss to compare with the one at the last prune; which one is up to the caller. Of several ranks,
+                each gives that of its share, and the mean counts.
         """
         loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        if self._ranks is not None:
+            loss = math.fsum(self._ranks.gather(loss)) / self._ranks.size
         if not math.isfinite(loss):
             raise ValueError(f"loss={loss} in epoch {self._gate.epoch + 1}: training has diverged. Nothing was pruned")
         decision = self._gate.step(loss)
@@ -149,7 +167,7 @@ class Pruner:
         if not self.done and decision is Decision.ROLL_BACK:
             self._roll_back(loss)
         elif not self.done and decision is Decision.PRUNE:
-            self.done = self._budget.reached()
+            self.done = self._reached()
             if not self.done:
                 event = self._prune(loss)
         self._restart_statistics()
@@ -161,7 +179,7 @@ class Pruner:
 
     def preview(self) -> PruneEvent | None:
         """The event that :meth:`prune` would make, changing nothing."""
-        with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
+        with self._surgery() as undo:
             event = self._event_within_target(None, undo)
             undo()
         return event
@@ -269,7 +287,7 @@ class Pruner:
 
     def _prune(self, loss: float | None) -> PruneEvent | None:
         kept = self._snapshots(copy=True) if self._gate.patience is not None and loss is not None else None
-        with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
+        with self._surgery() as undo:
             event = self._event_within_target(loss, undo)
         if loss is not None:
             self._gate.pruned(loss, changed=event is not None)
@@ -284,6 +302,34 @@ class Pruner:
             self._recovered = kept
         self._announce(event)
         return event
+
+    @contextmanager
+    def _surgery(self) -> Iterator[Callable[[], None]]:
+        """All or nothing, on all ranks alike; yields what undoes everything so far."""
+        self._meet()
+        try:
+            with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
+                yield undo
+        finally:
+            self._rebuild_wrapper()
+
+    def _meet(self) -> None:
+        """Stops if the ranks have come to differ; buffers, which each has seen other batches for, become rank 0's."""
+        if self._ranks is None:
+            return
+        sharded = isinstance(self.optimizer, RLS) and self.optimizer.sharded
+        self._ranks.agree("the network", fingerprint(self.model, self.optimizer, state=not sharded))
+        buffers = [buffer for network in (self.model, *self._copies) for buffer in network.buffers()]
+        self._ranks.spread([buffers])
+
+    def _rebuild_wrapper(self) -> None:
+        if self._wrapper is not None:
+            rebuild(self._wrapper)
+
+    def _reached(self) -> bool:
+        """Whether a target is reached: one answer for all ranks, of which each measures another latency."""
+        reached = self._budget.reached()
+        return reached if self._ranks is None else self._ranks.first(reached)
 
     def _event_within_target(self, loss: float | None, undo: Callable[[], None]) -> PruneEvent | None:
         """An event, with its ratios lowered to where it just reaches the target if it would go beyond."""
@@ -305,7 +351,7 @@ class Pruner:
     def _event(self, loss: float | None, share: float = 1.0) -> PruneEvent | None:
         costs, sizes = self._budget.costs(), self._sizes()
         settings = self._settings.scaled(share)
-        removed = operate(self.model, self.optimizer, self._copies, self._graph, settings, self._inverses)
+        removed = operate(self.model, self.optimizer, self._copies, self._graph, settings, self._inverses, self._ranks)
         return self._describe("prune", loss, costs, sizes, removed) if removed else None
 
     def _roll_back(self, loss: float | None) -> None:
@@ -315,6 +361,7 @@ class Pruner:
         costs, sizes = self._budget.costs(), self._sizes()
         for snapshot in self._recovered:
             snapshot.restore()
+        self._rebuild_wrapper()
         self._known_graph = None  # it was the smaller network's
         self._gate.recovered = True
         self._announce(self._describe("roll-back", loss, costs, sizes, {}))
@@ -367,8 +414,8 @@ class Pruner:
         """P of each group of a layer, from where ``statistics`` says."""
         if self._statistics is not None:
             return self._statistics.inverses(name)
-        weight = self.model.get_parameter(f"{name}.weight" if name else "weight")
-        blocks = self.optimizer.state.get(weight, {}).get(INVERSE)
+        assert isinstance(self.optimizer, RLS)
+        blocks = self.optimizer.blocks(self.model.get_parameter(f"{name}.weight" if name else "weight"))
         if blocks is None:
             raise RuntimeError(
                 f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from rlsprune.graph.layers import axis_of, sides
 from rlsprune.inputs import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.optim.rls import RLS
 from rlsprune.prune.surgery import replace_data
 
 
@@ -80,6 +81,7 @@ class Snapshot:
 
     def state_dict(self) -> dict[str, Any]:
         """The snapshot as plain containers, by name, for a checkpoint."""
+        states = [self._state.get(parameter) for parameter in self._order()]
         return {
             "data": self._data,
             "buffers": {
@@ -87,7 +89,7 @@ class Snapshot:
             },
             "attributes": self._attributes,
             "selectors": self._selectors,
-            "state": [self._state.get(parameter) for parameter in self._order()],
+            "state": self._optimizer.whole_state(states) if isinstance(self._optimizer, RLS) else states,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,11 +109,15 @@ class Snapshot:
         self._selectors = {name: None if kept is None else tuple(kept) for name, kept in state["selectors"].items()}
         if self._optimizer is not None:
             pairs = zip(self._order(), state["state"], strict=True)
-            self._state = {p: _on_device(entries, p.device) for p, entries in pairs if entries is not None}
+            own = [(p, entries) for p, entries in pairs if entries is not None and self._owns(p)]
+            self._state = {p: _on_device(entries, p.device) for p, entries in own}
 
     def _order(self) -> list[Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
+
+    def _owns(self, parameter: Tensor) -> bool:
+        return not isinstance(self._optimizer, RLS) or self._optimizer.owns(parameter)
 
     def _keep(self, value: Any) -> Any:
         """The value with containers of its own; tensors and all else copied or referred to, as was asked."""

@@ -1,0 +1,38 @@
+"""What a network and its optimizer are, in a few numbers that ranks can compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["checksum", "fingerprint"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, read as integers: one bit that differs changes it."""
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.dtype.itemsize])
+    return int(bits.sum(dtype=torch.int64))
+
+
+def fingerprint(model: nn.Module, optimizer: Optimizer | None, *, state: bool = True) -> dict[str, Any]:
+    """Shape and checksum of every parameter, and of all that the optimizer keeps of it.
+
+    Args:
+        model: The network.
+        optimizer: Its optimizer.
+        state: Whether the optimizer's state is the same on all ranks, and so belongs to what they compare.
+    """
+    prints: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        prints[f"the parameter {name!r}"] = (tuple(parameter.shape), checksum(parameter))
+        entries = optimizer.state.get(parameter, {}) if optimizer is not None and state else {}
+        for key, value in entries.items():
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            prints[f"the optimizer's {key!r} of {name!r}"] = [(tuple(t.shape), checksum(t)) for t in tensors]
+    return prints

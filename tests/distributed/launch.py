@@ -1,0 +1,72 @@
+"""Starts a few processes on the loopback interface that run one function of a module together."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).parents[1]
+TIMEOUT = 60.0  # seconds in which a rank has to answer
+
+
+def start(
+    ranks: int, function: str, folder: Path, *arguments: str, timeout: float = TIMEOUT
+) -> list[subprocess.Popen[str]]:
+    """One process per rank; ``function`` is ``"module:name"`` and is called with the folder and the arguments."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "distributed.launch", function, str(folder), *arguments]
+    shared = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "RANK_TIMEOUT": str(timeout),
+    }
+    return [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def run(ranks: int, function: str, folder: Path, *arguments: str) -> list[Any]:
+    """What the function returned on each rank."""
+    processes = start(ranks, function, folder, *arguments)
+    outputs = [process.communicate()[0] for process in processes]
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def main() -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    function, folder, *arguments = sys.argv[1:]
+    module, _, name = function.partition(":")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ["RANK_TIMEOUT"])))
+    result = getattr(importlib.import_module(module), name)(Path(folder), *arguments)
+    torch.save(result, Path(folder) / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

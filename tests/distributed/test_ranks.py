@@ -1,0 +1,98 @@
+"""Two processes, each with half of every batch, do what one does with all of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed import launch, scenarios
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return scenarios.equal_runs(Path())["plain"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch.run(2, "distributed.scenarios:equal_runs", tmp_path_factory.mktemp("two"))
+
+
+def agree(run: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert run["removed"] == alone["removed"]
+    for kind in ("weights", "inverse"):
+        torch.testing.assert_close(run[kind], alone[kind], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", scenarios.CASES)
+@pytest.mark.parametrize("how", ["plain", "shard"])
+def test_two_ranks_do_what_one_does(alone: Any, two: Any, case: str, how: str) -> None:
+    for rank in two:
+        agree(rank[how][case], alone[case])
+
+
+@pytest.mark.parametrize("case", scenarios.CASES)
+def test_ranks_are_the_same_to_the_bit(two: Any, case: str) -> None:
+    first, second = two
+    for kind in ("weights", "inverse"):
+        torch.testing.assert_close(first["plain"][case][kind], second["plain"][case][kind], rtol=0, atol=0)
+    # Who steps a layer sends the result: shards do not change a bit either.
+    torch.testing.assert_close(first["shard"][case]["weights"], first["plain"][case]["weights"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", scenarios.CASES)
+def test_a_state_goes_from_any_number_of_ranks_to_any_other(alone: Any, two: Any, case: str) -> None:
+    for rank in two:
+        for how in ("plain", "shard"):
+            torch.testing.assert_close(rank[how][case]["resumed"], rank[how][case]["went on"], rtol=0, atol=0)
+            # Whole, whoever kept which part of it: one process loads it as its own.
+            torch.testing.assert_close(rank[how][case]["state"], alone[case]["state"], rtol=0, atol=1e-5)
+
+
+def test_shards_hold_the_state_once(two: Any) -> None:
+    for case in scenarios.CASES:
+        held = [rank["shard"][case]["memory"] for rank in two]
+        assert sum(held) == two[0]["plain"][case]["memory"]
+        assert max(held) < 0.8 * sum(held)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("settings", "lr of group '0': rank 0 has 0.1, rank 1 has 1.1"),
+        ("shapes", r"params of group '': rank 0 has \[\(2, 3\), \(2,\)\], rank 1 has \[\(2, 4\), \(2,\)\]"),
+        ("P", "optimizer's 'inverse' of '2.weight'"),
+        ("chosen", "which channels of .* go: rank 0 has"),
+    ],
+)
+def test_ranks_that_differ_stop(two: Any, what: str, message: str) -> None:
+    for rank in two:
+        assert re.search(message, rank["guards"][what])
+
+
+@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_the_others(tmp_path: Path, end: str) -> None:
+    processes = launch.start(2, "distributed.scenarios:lose_a_rank", tmp_path, end, timeout=5)
+    try:
+        output, _ = processes[0].communicate(timeout=60)
+        assert processes[0].returncode != 0
+        assert "RankLostError: rank 0 of 2 lost the others while exchanging sums" in output
+    except subprocess.TimeoutExpired:
+        pytest.fail("rank 0 waits for ever")
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+def test_three_ranks_do_what_one_does(alone: Any, tmp_path: Path) -> None:
+    for rank in launch.run(3, "distributed.scenarios:equal_runs", tmp_path):
+        for case in scenarios.CASES:
+            agree(rank["plain"][case], alone[case])
+            agree(rank["shard"][case], alone[case])
