@@ -51,7 +51,8 @@ def test_a_state_goes_from_any_number_of_ranks_to_any_other(alone: Any, two: Any
         for how in ("plain", "shard"):
             torch.testing.assert_close(rank[how][case]["resumed"], rank[how][case]["went on"], rtol=0, atol=0)
             # Whole, whoever kept which part of it: one process loads it as its own.
-            torch.testing.assert_close(rank[how][case]["state"], alone[case]["state"], rtol=0, atol=1e-5)
+            state, expected = (run[case]["state"]["state"] for run in (rank[how], alone))
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-5)
 
 
 def test_shards_hold_the_state_once(two: Any) -> None:
@@ -75,7 +76,12 @@ def test_ranks_that_differ_stop(two: Any, what: str, message: str) -> None:
         assert re.search(message, rank["guards"][what])
 
 
-@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_a_rank_that_vanishes_is_missed(two: Any) -> None:
+    assert "rank 0 of 2 lost the others while exchanging sums" in two[0]["lost"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["dies", "hangs"])
 def test_a_lost_rank_ends_the_others(tmp_path: Path, end: str) -> None:
     processes = launch.start(2, "distributed.scenarios:lose_a_rank", tmp_path, end, timeout=5)
     try:
