@@ -60,7 +60,7 @@ def train_and_prune(make: Any, *, shard: bool = False, **options: Any) -> dict[s
         "removed": [event.removed for event in events],
         "inverse": {name: optimizer.inverse(name) for name in optimizer._recorders},
         "state": optimizer.state_dict(),
-        "memory": optimizer.memory_usage()["total"],
+        "memory": optimizer.memory_usage()["inverse"],
     }
     result = copy.deepcopy(result)  # the training goes on
     train(call, optimizer, SHAPES[make], range(STEPS, STEPS + 3))

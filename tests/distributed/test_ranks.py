@@ -58,7 +58,7 @@ def test_a_state_goes_from_any_number_of_ranks_to_any_other(alone: Any, two: Any
 def test_shards_hold_the_state_once(two: Any) -> None:
     for case in scenarios.CASES:
         held = [rank["shard"][case]["memory"] for rank in two]
-        assert sum(held) == two[0]["plain"][case]["memory"]
+        assert sum(held) == two[0]["plain"][case]["memory"] == two[1]["plain"][case]["memory"]
         assert max(held) < 0.8 * sum(held)
 
 
