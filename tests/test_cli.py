@@ -1,5 +1,7 @@
 """What the command line says and returns."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +9,21 @@ from pathlib import Path
 import pytest
 
 import rlsprune
+from rlsprune import cli
 from rlsprune.cli import main
 
-COMMANDS = [[], ["run"], ["fit"], ["compare"], ["sweep"], ["data"], ["data", "get"], ["data", "list"]]
+COMMANDS = [
+    [],
+    ["run"],
+    ["fit"],
+    ["report"],
+    ["compare"],
+    ["sweep"],
+    ["pareto"],
+    ["data"],
+    ["data", "get"],
+    ["data", "list"],
+]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -87,15 +101,38 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path, capsys: p
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
-def test_interrupt_ends_with_the_command_that_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert re.search(rf"Examples?: `rlsprune {' '.join(command)}", capsys.readouterr().out)
 
-    monkeypatch.setattr("rlsprune.experiments.run.run", interrupted)
-    assert main(["run", "--out", str(tmp_path / "run")]) == 130
-    assert f"rlsprune run --resume {tmp_path / 'run'}" in capsys.readouterr().err
+
+def test_help_and_readme_tell_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    for code in (0, cli.FAILED, cli.USAGE, cli.NO_DATA, cli.DIVERGED, cli.INTERRUPTED):
+        assert re.search(rf"[:·] {code} \w", told), code
+        assert re.search(rf"^\| {code} \|", readme, re.MULTILINE), code
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("re", {"report"}),
+        ("run digits", {"digits-fnn"}),
+        ("run --method rls", {"rls", "rls-paper"}),
+        ("run --tens", {"--tensorboard"}),
+    ],
+)
+def test_the_shell_completes(words: str, offered: set[str]) -> None:
+    count = str(len(words.split()))
+    completing = {"_RLSPRUNE_COMPLETE": "complete_bash", "COMP_WORDS": f"rlsprune {words}", "COMP_CWORD": count}
+    result = subprocess.run(
+        [sys.executable, "-m", "rlsprune"], env=os.environ | completing, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert set(result.stdout.split()) == offered
 
 
 def test_data_list_tells_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

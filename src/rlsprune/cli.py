@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ NO_DATA = 3  # a data set is missing or damaged
 DIVERGED = 4  # numbers that are not finite
 INTERRUPTED = 130
 
-_EXTRA = {"typer", "rich", "click", "matplotlib"}
+_EXTRA = {"typer", "rich", "click", "matplotlib", "jinja2", "markupsafe", "tensorboard"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,16 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an arrow that a terminal does not know must not end a run
     try:
         from rlsprune.commands import execute
 
-        return execute([argument for argument in given if argument != "--debug"])
+        code = execute([argument for argument in given if argument != "--debug"])
     except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
+        code = INTERRUPTED
     except Exception as error:
         if debug:
             traceback.print_exc()
         return _explain(error, debug)
+    return _say("interrupted", INTERRUPTED) if code == INTERRUPTED else code
 
 
 def _explain(error: Exception, debug: bool) -> int:

@@ -1,29 +1,35 @@
-"""What a run shows while it goes: a progress bar on a terminal, plain lines elsewhere."""
+"""What a run shows while it goes: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from rlsprune.train.observer import Observer
+from rlsprune.train.observer import Observer, Observers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rlsprune.train.method import Retained
 
-__all__ = ["BarObserver", "LineObserver", "describe", "observer"]
+__all__ = ["LineObserver", "describe", "observer"]
 
 
-def observer(quiet: bool) -> Observer:
-    """What suits the place where standard output goes."""
+def observer(quiet: bool, tensorboard: Path | None = None) -> Observer:
+    """What suits the place where standard output goes; with a folder, for TensorBoard too."""
+    if tensorboard is not None:
+        from rlsprune.train.tensorboard import TensorBoardObserver
+
+        return Observers(observer(quiet), TensorBoardObserver(tensorboard))
     if quiet:
         return Observer()
-    return BarObserver() if sys.stdout.isatty() else LineObserver()
+    if not sys.stdout.isatty():
+        return LineObserver()
+    from rlsprune.live import LiveObserver
+
+    return LiveObserver()
 
 
 def describe(summary: Mapping[str, Any]) -> str:
@@ -69,43 +75,10 @@ class LineObserver(Observer):
         ]
         what = "rolled back" if event["kind"] == "roll-back" else "pruned"
         self.console.print(
-            f"  {what}: {', '.join(changes) or 'weights set to zero'}; precision {event['precision_before']:.2f} % → "
-            f"{event['precision_after']:.2f} %"
+            f"  epoch {event['epoch']}: {what} {', '.join(changes) or 'weights set to zero'}; "
+            f"precision {event['precision_before']:.2f} % → {event['precision_after']:.2f} %"
         )
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The result."""
         self.console.print(describe(summary))
-
-
-class BarObserver(LineObserver):
-    """The same lines above a bar with the remaining time."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        )
-        super().__init__(self._progress.console)
-        self._task: TaskID | None = None
-        self._batches = self._done = 0
-
-    def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:
-        """Shows the bar."""
-        super().start(config, done, epochs, batches)
-        self._batches, self._done = batches, done
-        self._task = self._progress.add_task("batches", total=epochs * batches, completed=done * batches)
-        self._progress.start()
-
-    def batch(self, number: int, loss: Tensor) -> None:
-        """Moves the bar."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=self._done * self._batches + number)
-
-    def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
-        """The epoch's figures."""
-        super().epoch(metrics, counts)
-        self._done = metrics["epoch"]
-
-    def close(self) -> None:
-        """Gives the terminal back."""
-        self._progress.stop()

@@ -9,14 +9,16 @@ import rich  # noqa: F401  # typer does without, the progress display does not: 
 import typer
 
 import rlsprune
-from rlsprune.commands import compare, data, fit, pareto, run
+from rlsprune.commands import compare, data, fit, pareto, report, run
 
 __all__ = ["app", "execute"]
 
-_EPILOG = """--debug, anywhere, shows the traceback of an error.
+_EPILOG = """Examples: `rlsprune run` · `rlsprune report runs/*` · `rlsprune data list`
 
-Exit codes: 0 done · 1 failed · 2 options, settings or installation do not fit · 3 data missing or damaged ·
-4 training diverged · 130 interrupted."""
+--debug, anywhere, shows the traceback of an error.
+
+Exit codes: 0 done · 1 failed (disk, network, a bug) · 2 options, settings, files or installation do not fit ·
+3 a data set is missing or damaged · 4 training diverged · 130 interrupted."""
 
 app = typer.Typer(
     name="rlsprune",
@@ -31,6 +33,7 @@ app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
 app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
 app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
 app.command("pareto", epilog=pareto.EXAMPLES)(pareto.pareto)
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.add_typer(data.app, name="data")
 
 

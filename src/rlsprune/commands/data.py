@@ -10,7 +10,11 @@ from rlsprune.commands import options
 
 __all__ = ["app"]
 
-app = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True)
+app = typer.Typer(
+    help="The data sets of the experiments.",
+    epilog="Examples: `rlsprune data list` · `rlsprune data get mnist`",
+    no_args_is_help=True,
+)
 
 
 @app.command("list", epilog="Example: `rlsprune data list --data-dir ~/data`")

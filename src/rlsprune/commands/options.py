@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "Quiet",
     "Ratio",
     "Seeds",
+    "TensorBoard",
     "TestImages",
     "Threads",
     "TrainImages",
@@ -43,15 +45,37 @@ def _choices(names: tuple[str, ...]) -> str:
     return ", ".join(names)
 
 
-ExperimentName = Annotated[str, typer.Argument(help=f"One of {_choices(tuple(EXPERIMENTS))}.", show_default=True)]
-MethodName = Annotated[str, typer.Option("--method", help=f"One of {_choices(METHODS)}.")]
+def _completing(names: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """What a shell offers for the beginning of a name."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+ExperimentName = Annotated[
+    str,
+    typer.Argument(
+        help=f"One of {_choices(tuple(EXPERIMENTS))}.",
+        show_default=True,
+        autocompletion=_completing(tuple(EXPERIMENTS)),
+    ),
+]
+MethodName = Annotated[
+    str, typer.Option("--method", help=f"One of {_choices(METHODS)}.", autocompletion=_completing(METHODS))
+]
 OptimizerName = Annotated[
     str | None,
-    typer.Option("--optimizer", help=f"One of {_choices(OPTIMIZERS)}; for rls, scratch and none. Default: rls."),
+    typer.Option(
+        "--optimizer",
+        help=f"One of {_choices(OPTIMIZERS)}; for rls, scratch and none. Default: rls.",
+        autocompletion=_completing(OPTIMIZERS),
+    ),
 ]
 PresetName = Annotated[
     str,
-    typer.Option("--preset", help=f"How long to train: {_choices(PRESETS)}. paper: 200 epochs; short: for a CPU."),
+    typer.Option(
+        "--preset",
+        help=f"How long to train: {_choices(PRESETS)}. paper: 200 epochs; short: for a CPU.",
+        autocompletion=_completing(PRESETS),
+    ),
 ]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs to train, instead of the preset's.")]
 Ratio = Annotated[
@@ -70,9 +94,17 @@ Gate = Annotated[
         "--gate",
         help=f"The loss that has to recover before the next prune: {_choices(GATES)} "
         "(the epoch's mean, its last minibatch, held-out images).",
+        autocompletion=_completing(GATES),
     ),
 ]
-Loss = Annotated[str, typer.Option("--loss", help=f"One of {_choices(LOSSES)}; mse is the paper's Eq. (15).")]
+Loss = Annotated[
+    str,
+    typer.Option(
+        "--loss",
+        help=f"One of {_choices(LOSSES)}; mse is the paper's Eq. (15).",
+        autocompletion=_completing(LOSSES),
+    ),
+]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch, instead of the preset's.")]
 TrainImages = Annotated[int | None, typer.Option("--train-images", help="Train on so many images only.")]
 TestImages = Annotated[int | None, typer.Option("--test-images", help="Test on so many images only.")]
@@ -90,6 +122,9 @@ Threads = Annotated[
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas: a run each.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for the results.")]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Write curves and histograms for TensorBoard into the run's folder.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 

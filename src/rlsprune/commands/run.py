@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +22,7 @@ EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
 `rlsprune run mnist-fnn --preset paper --method rls-paper --seed 1` ·
 `rlsprune run --resume runs/digits-fnn-rls-seed0`"""
 
-_WITH_RESUME = {"resume", "data_dir", "quiet", "as_json"}
+_WITH_RESUME = {"resume", "data_dir", "tensorboard", "quiet", "as_json"}
 
 
 def run(
@@ -53,13 +54,14 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
     ] = None,
+    tensorboard: options.TensorBoard = False,
     quiet: options.Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Train a network and prune it while it trains."""
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        _execute(_resumed(resume, data_dir), resume, quiet, as_json)
+        _execute(_resumed(resume, data_dir), resume, quiet, as_json, tensorboard)
         return
     machine = options.resolve(device, threads, data_dir, no_verify)
     settings: dict[str, Any] = {
@@ -80,11 +82,12 @@ def run(
     if method == "scratch":
         source = shape_from or _run_of_shape(settings, experiment, folder, quiet or as_json)
         config = replace(config, shape_from=str(source.resolve()))
-    _execute(config, folder, quiet, as_json)
+    _execute(config, folder, quiet, as_json, tensorboard)
 
 
-def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool) -> None:
+def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool, tensorboard: bool = False) -> None:
     from rlsprune.experiments.run import run as run_experiment
+    from rlsprune.report import write_report
     from rlsprune.terminal import describe, observer
     from rlsprune.train.folder import RunFolder
 
@@ -95,15 +98,20 @@ def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool) -> None:
             typer.echo(f"{path} is finished. {describe(summary)}")
     else:
         try:
-            summary = run_experiment(config, folder, observer(quiet or as_json))
+            summary = run_experiment(
+                config, folder, observer(quiet or as_json, path / "tensorboard" if tensorboard else None)
+            )
         except KeyboardInterrupt:
-            typer.echo(f"\nInterrupted. Go on with: rlsprune run --resume {path}", err=True)
+            if folder.started:
+                typer.echo(f"Go on with: rlsprune run --resume {shlex.quote(str(path))}", err=True)
             raise
         _draw_pixels(config, folder, summary)
+        write_report([path], path / "report.html")
     if as_json:
         typer.echo(json.dumps(summary))
     elif not quiet:
-        typer.echo(f"The run is in {path}")
+        page = path / "report.html"
+        typer.echo(f"The run is in {path}" + (f", its page is {page}" if page.is_file() else ""))
 
 
 def _resumed(path: Path, data_dir: Path | None) -> RunConfig:

@@ -234,6 +234,11 @@ class Pruner:
         return self._graph.groups
 
     @property
+    def gate_level(self) -> float:
+        """What the loss has to get below for the next prune; ∞ before the first."""
+        return self._gate.level
+
+    @property
     def skipped(self) -> dict[str, str]:
         """What is left alone, and why."""
         return self._graph.skipped

@@ -31,12 +31,17 @@ class Gate:
     recovered: bool = True
     """Whether the loss has been below the gate since the last prune."""
 
+    @property
+    def level(self) -> float:
+        """What the loss has to get below."""
+        return (1 + self.tolerance) * self.loss
+
     def step(self, loss: float) -> Decision:
         """Counts an epoch."""
         self.epoch += 1
         if self.epoch <= self.warmup_epochs:
             return Decision.TRAIN
-        if loss < (1 + self.tolerance) * self.loss:
+        if loss < self.level:
             self.waited, self.recovered = 0, True
             return Decision.PRUNE
         self.waited += not self.recovered

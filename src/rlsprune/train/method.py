@@ -66,6 +66,9 @@ class Method(Protocol):
     def finish(self) -> PruneEvent | None:
         """The last epoch is over: leave the network that is to be kept. Called once, after ``end_epoch``."""
 
+    def gate_level(self) -> float | None:
+        """What the loss has to get below before the next prune; None if the method does not wait for that."""
+
     def retained(self) -> Mapping[str, Retained]:
         """What is left, per layer, ``"input"`` first; weights that the method holds at zero do not count.
 

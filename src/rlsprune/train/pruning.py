@@ -66,6 +66,11 @@ class RLSPruning(NoPruning):
         self.pruner.finish()
         return self._newest(seen)
 
+    def gate_level(self) -> float | None:
+        """The pruner's, from its first prune on, until the network is settled."""
+        level = self.pruner.gate_level
+        return None if self.settled or math.isinf(level) else level
+
     def state_dict(self) -> dict[str, Any]:
         """The pruner's."""
         return self.pruner.state_dict()

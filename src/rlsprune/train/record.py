@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rlsprune.optim.rls import RLS
 from rlsprune.prune.event import PruneEvent
 from rlsprune.train.counting import percent, total
 from rlsprune.train.loop import Evaluation
 from rlsprune.train.method import Retained
 
-__all__ = ["Record", "layer_rows", "tail", "total_percent"]
+__all__ = ["Record", "health_rows", "layer_rows", "mean_image", "tail", "total_percent"]
 
 
 class Record:
@@ -74,6 +82,26 @@ def layer_rows(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained])
         }
         for name, count in counts.items()
     ]
+
+
+def health_rows(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+    """Per layer the health of P; None if the optimizer keeps none. NaN, which is not JSON, becomes None."""
+    if not isinstance(optimizer, RLS):
+        return None
+    rows = (asdict(health) | {"healthy": health.healthy} for health in optimizer.check().values())
+    return [{key: None if _not_finite(value) else value for key, value in row.items()} for row in rows]
+
+
+def mean_image(images: Tensor) -> str | None:
+    """The bytes of the mean of 8-bit images in base64, to show on it which pixels are read; None for other inputs."""
+    if images.dtype != torch.uint8:
+        return None
+    mean = images.float().mean(0).round().to(torch.uint8).cpu()
+    return base64.b64encode(mean.numpy().tobytes()).decode("ascii")
+
+
+def _not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def total_percent(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained]) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from rlsprune.train.loop import Batch, EpochLoss, Evaluation, evaluate, train_ep
 from rlsprune.train.method import Retained
 from rlsprune.train.observer import Observer
 from rlsprune.train.recipe import Recipe
-from rlsprune.train.record import Record, layer_rows, tail, total_percent
+from rlsprune.train.record import Record, health_rows, layer_rows, mean_image, tail, total_percent
 
 __all__ = ["Run", "train_and_prune"]
 
@@ -60,6 +60,7 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
     current = Run(recipe, folder)
     try:
         observer.start(recipe.config, current.done, recipe.epochs, len(current.batches))
+        observer.network(current.model, current.layers(), current.record.metrics)
         while current.done < recipe.epochs:
             current.epoch(observer)
     finally:
@@ -137,6 +138,8 @@ class Run:
                 "weights_percent": weights_percent,
                 "flops_percent": percent(self._flops(), self.unpruned.flops),
                 "seconds": time.perf_counter() - started,
+                "gate_level": self.method.gate_level(),
+                "layers": layer_rows(counts, self.unpruned.counts),
             }
         )
         self.done = epoch
@@ -144,10 +147,15 @@ class Run:
         self._write_lines()
         observer.epoch(self.record.metrics[-1], counts)
 
+    def layers(self) -> list[dict[str, Any]]:
+        """What is left of every layer."""
+        return layer_rows(self.method.retained(), self.unpruned.counts)
+
     def summary(self) -> dict[str, Any]:
         """The run in a few numbers."""
         metrics, events = self.record.metrics, self.record.events
         last, final = tail(metrics, events), metrics[-1]
+        kept = _kept_inputs(self.model)
         images = self.recipe.example(self.recipe.batch_size)
         # Both now, one after the other: other work on the machine then slows them alike.
         unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
@@ -167,8 +175,11 @@ class Run:
             "latency_batch": self.recipe.batch_size,
             "seconds": sum(line["seconds"] for line in metrics),
             "events": sum(event["kind"] == "prune" for event in events),
-            "kept_inputs": _kept_inputs(self.model),
-            "layers": layer_rows(self.method.retained(), self.unpruned.counts),
+            "kept_inputs": kept,
+            "input_shape": list(self.data.shape),
+            "mean_input": None if kept is None else mean_image(self.data.test.images),
+            "layers": self.layers(),
+            "health": health_rows(self.optimizer),
         }
 
     def _note(self, epoch: int, event: PruneEvent | None, before: Evaluation, observer: Observer) -> Evaluation:

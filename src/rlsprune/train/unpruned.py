@@ -39,6 +39,10 @@ class NoPruning:
         """Keeps the network."""
         return None
 
+    def gate_level(self) -> float | None:
+        """Waits for no loss."""
+        return None
+
     def retained(self) -> Mapping[str, Retained]:
         """The network as it stands."""
         return count_retained(self.model, self.example_inputs)

@@ -1,0 +1,297 @@
+"use strict";
+// Draws the curves. Everything that comes from a run's files goes in as text, never as markup.
+(() => {
+  const runs = JSON.parse(document.getElementById("data").textContent);
+  const single = runs.length === 1;
+  const HEIGHT = 250, MARGIN = { top: 16, right: 12, bottom: 34, left: 52 };
+  const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
+  const CHARTS = [
+    { title: "Loss", log: true, keys: { train_loss: "training", test_loss: "test", gate_loss: "gate's loss", gate_level: "gate: prune below" } },
+    { title: "Precision on the test set", unit: " %", keys: { precision: "precision" } },
+    { title: "What is left of the network", unit: " %", zero: true, keys: { weights_percent: "weights", nodes_percent: "nodes", flops_percent: "FLOPs" } },
+  ];
+  let axis = "epoch", cursor = null;
+  const charts = [];
+
+  function html(tag, attributes = {}, ...children) {
+    return fill(document.createElement(tag), attributes, children);
+  }
+  function svg(tag, attributes = {}, ...children) {
+    return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  }
+  function fill(element, attributes, children) {
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...children);
+    return element;
+  }
+  const color = (number) => `var(--c${number % 8})`;
+  const shown = (value, unit = "") => {
+    if (value === null || value === undefined) return "–";
+    return (unit ? value.toFixed(2) : Math.abs(value) >= 0.001 || value === 0 ? String(Number(value.toPrecision(4))) : value.toExponential(2)) + unit;
+  };
+  const at = (x) => (axis === "epoch" ? `epoch ${x}` : duration(x));
+  function duration(seconds) {
+    if (seconds < 120) return `${Number(seconds.toPrecision(3))} s`;
+    return seconds < 7200 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
+  }
+  function nearest(values, x) {
+    let best = 0;
+    values.forEach((value, index) => { if (Math.abs(value - x) < Math.abs(values[best] - x)) best = index; });
+    return best;
+  }
+
+  // --- scales ---------------------------------------------------------------------------------------------------------
+
+  function ticks(low, high, wanted) {
+    const raw = (high - low) / wanted || 1, power = 10 ** Math.floor(Math.log10(raw));
+    const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw);
+    const marks = [];
+    for (let mark = Math.ceil(low / step - 1e-9) * step; mark <= high + step * 1e-9; mark += step) marks.push(Number(mark.toPrecision(12)));
+    return marks;
+  }
+  function logTicks(low, high) {
+    const marks = [], decades = Math.log10(high / low);
+    const factors = decades > 3 ? [1] : decades > 2 ? [1, 3] : decades > 0.7 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+      for (const factor of factors) marks.push(Number((factor * 10 ** power).toPrecision(6)));
+    return marks.filter((mark) => mark >= low && mark <= high);
+  }
+  function range(values, chart) {
+    let low = Math.min(...values), high = Math.max(...values);
+    if (chart.logarithmic) return low === high ? [low / 2, high * 2] : [low / 1.08, high * 1.08];
+    const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
+    if (chart.zero) return [0, Math.max(100, high)];
+    return [low - margin, chart.unit ? Math.min(high + margin, Math.max(100, high)) : high + margin];
+  }
+
+  // --- one chart --------------------------------------------------------------------------------------------------------
+
+  class Chart {
+    constructor({ title, unit = "", log = false, zero = false, keys }) {
+      this.title = title; this.unit = unit; this.zero = zero; this.logarithmic = log; this.keys = keys;
+      this.key = Object.keys(keys)[0]; // the one that is compared, when there are several runs
+      if (!single && keys.test_loss) this.key = "test_loss";
+      this.hidden = new Set();
+      const identity = `chart-${charts.length}`;
+      this.bar = html("div", { class: "bar" }, html("h3", { id: identity }, title));
+      this.plot = html("div", { class: "plot", tabindex: "0", role: "slider", "aria-labelledby": identity, "aria-roledescription": "chart, walked with the arrow keys", "aria-valuemin": "0" });
+      this.tip = html("div", { class: "tip", hidden: "" });
+      this.legend = html("ul", { class: "legend" });
+      this.numbers = html("details", {}, html("summary", { class: "small" }, "The numbers"));
+      this.element = html("div", { class: "chart" }, this.bar, this.plot, this.legend, this.numbers);
+      this.controls();
+      this.listen();
+      charts.push(this);
+    }
+
+    controls() {
+      const names = Object.entries(this.keys);
+      if (!single && names.length > 1) {
+        const select = html("select", { "aria-label": `${this.title}: which` }, ...names.map(([key, name]) => html("option", { value: key }, name)));
+        select.value = this.key;
+        select.addEventListener("change", () => { this.key = select.value; this.draw(); });
+        this.bar.append(select);
+      }
+      if (this.logarithmic) {
+        const box = html("input", { type: "checkbox", checked: "" });
+        box.addEventListener("change", () => { this.logarithmic = box.checked; this.draw(); });
+        this.bar.append(html("label", { class: "choice" }, box, "logarithmic"));
+      }
+      this.numbers.addEventListener("toggle", () => this.list());
+    }
+
+    listen() {
+      const point = (event) => {
+        const box = this.plot.getBoundingClientRect();
+        const x = this.x && this.x.from(event.clientX - box.left);
+        if (x !== undefined) choose(this.snap(x), this);
+      };
+      this.plot.addEventListener("pointermove", point);
+      this.plot.addEventListener("pointerdown", point);
+      this.plot.addEventListener("pointerleave", () => { if (document.activeElement !== this.plot) choose(null, this); });
+      this.plot.addEventListener("blur", () => choose(null, this));
+      this.plot.addEventListener("focus", () => { if (cursor === null) choose(this.steps()[this.steps().length - 1], this); });
+      this.plot.addEventListener("keydown", (event) => {
+        const steps = this.steps();
+        const here = cursor === null ? steps.length - 1 : nearest(steps, cursor);
+        const moves = { ArrowLeft: here - 1, ArrowRight: here + 1, ArrowDown: here - 1, ArrowUp: here + 1, PageDown: here - 10, PageUp: here + 10, Home: 0, End: steps.length - 1 };
+        if (event.key === "Escape") choose(null, this);
+        else if (event.key in moves) choose(steps[Math.max(0, Math.min(steps.length - 1, moves[event.key]))], this);
+        else return;
+        event.preventDefault();
+      });
+    }
+
+    /** The curves: of one run all kinds (dashed where they may lie upon each other), of several runs one kind. */
+    series() {
+      const curves = single
+        ? Object.entries(this.keys).map(([key, name], number) => ({ run: runs[0], name, number, dash: DASHES[this.zero ? number % DASHES.length : Number(key === "gate_level")], values: this.values(runs[0], key), steps: key === "gate_level" }))
+        : runs.map((run, number) => ({ run, name: run.label, number, dash: DASHES[Math.floor(number / 8) % DASHES.length], values: this.values(run, this.key), steps: this.key === "gate_level" }));
+      return curves.filter((curve) => curve.values.some((value) => value !== null && value !== undefined));
+    }
+    values(run, key) {
+      if (key in run.series) return run.series[key];
+      const layer = run.layers.find((candidate) => `layer ${candidate.name}` === key);
+      return layer ? layer.values : [];
+    }
+    visible() { return this.series().filter((curve) => !this.hidden.has(curve.name)); }
+    steps() { return [...new Set(this.series().flatMap((curve) => curve.run[axis]))].sort((a, b) => a - b); }
+    snap(x) { const steps = this.steps(); return steps[nearest(steps, x)]; }
+
+    draw() {
+      const curves = this.visible(), width = Math.max(240, this.plot.clientWidth);
+      const all = curves.flatMap((curve) => curve.values).filter((value) => typeof value === "number" && (!this.logarithmic || value > 0));
+      const picture = svg("svg", { height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, "aria-hidden": "true" });
+      this.plot.replaceChildren(picture, this.tip);
+      this.drawLegend();
+      const xs = this.steps();
+      this.plot.setAttribute("aria-valuemax", String(Math.max(0, xs.length - 1)));
+      if (!all.length) {
+        picture.append(svg("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing to show yet"));
+        this.x = null;
+        return;
+      }
+      const [low, high] = range(all, this), [first, last] = xs.length > 1 ? [xs[0], xs[xs.length - 1]] : [xs[0] - 1, xs[0] + 1];
+      const left = MARGIN.left, right = width - MARGIN.right, top = MARGIN.top, bottom = HEIGHT - MARGIN.bottom;
+      const bend = this.logarithmic ? Math.log : (value) => value;
+      this.x = Object.assign((x) => left + ((x - first) / (last - first)) * (right - left), { from: (pixel) => first + ((pixel - left) / (right - left)) * (last - first) });
+      this.y = (y) => bottom - ((bend(y) - bend(low)) / (bend(high) - bend(low))) * (bottom - top);
+      for (const mark of this.logarithmic ? logTicks(low, high) : ticks(low, high, 6))
+        picture.append(svg("line", { class: "grid", x1: left, x2: right, y1: this.y(mark), y2: this.y(mark) }), svg("text", { x: left - 8, y: this.y(mark) + 4, "text-anchor": "end" }, String(mark)));
+      for (const mark of ticks(first, last, Math.min(8, width / 70)).filter((mark) => axis !== "epoch" || Number.isInteger(mark)))
+        picture.append(svg("text", { x: this.x(mark), y: bottom + 16, "text-anchor": "middle" }, axis === "epoch" ? String(mark) : duration(mark)));
+      picture.append(svg("text", { x: right, y: HEIGHT - 3, "text-anchor": "end" }, axis === "epoch" ? "epoch" : "training time"));
+      if (single) this.drawEvents(picture, runs[0], top, bottom);
+      for (const curve of curves) this.drawCurve(picture, curve);
+      this.overlay = svg("g", {});
+      picture.append(this.overlay);
+      this.mark(cursor, null);
+    }
+
+    drawEvents(picture, run, top, bottom) {
+      for (const event of run.events) {
+        const x = this.x(run[axis][event.epoch - 1]);
+        if (Number.isNaN(x)) continue;
+        picture.append(svg("line", { class: "event", x1: x, x2: x, y1: top, y2: bottom }), this.flag(x, top, event));
+      }
+    }
+    flag(x, y, event) {
+      const back = event.kind === "roll-back";
+      return svg("path", { class: back ? "flag back" : "flag", d: back ? `M${x - 5} ${y} h10 l-5 -8 z` : `M${x - 5} ${y - 8} h10 l-5 8 z` });
+    }
+
+    drawCurve(picture, curve) {
+      const xs = curve.run[axis], drawable = (value) => typeof value === "number" && (!this.logarithmic || value > 0);
+      let path = "", open = false;
+      curve.values.forEach((value, index) => {
+        if (!drawable(value)) { open = false; return; }
+        const x = this.x(xs[index]).toFixed(1), y = this.y(value).toFixed(1);
+        path += !open ? `M${x} ${y}` : curve.steps ? `H${x}V${y}` : `L${x} ${y}`;
+        open = true;
+      });
+      picture.append(svg("path", { class: "curve", d: path, stroke: color(curve.number), "stroke-dasharray": curve.dash }));
+      if (xs.length === 1) picture.append(svg("circle", { cx: this.x(xs[0]), cy: this.y(curve.values[0]), r: 3, fill: color(curve.number) }));
+      if (single) return;
+      for (const event of curve.run.events) {
+        const value = curve.values[event.epoch - 1];
+        if (drawable(value)) picture.append(this.flag(this.x(xs[event.epoch - 1]), this.y(value) - 3, event));
+      }
+    }
+
+    drawLegend() {
+      const entries = this.series().map((curve) => {
+        const sample = svg("svg", { viewBox: "0 0 26 10", "aria-hidden": "true" }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: color(curve.number), "stroke-width": 3, "stroke-dasharray": curve.dash }));
+        const button = html("button", { type: "button", "aria-pressed": String(!this.hidden.has(curve.name)) }, sample, curve.name);
+        button.addEventListener("click", () => {
+          if (!this.hidden.delete(curve.name)) this.hidden.add(curve.name);
+          this.draw();
+          const again = [...this.legend.querySelectorAll("button")].find((candidate) => candidate.textContent === curve.name);
+          if (again) again.focus();
+        });
+        return html("li", {}, button);
+      });
+      this.legend.replaceChildren(...entries);
+    }
+
+    /** Shows where the cursor is; the chart that moved it says in words what is there. */
+    mark(x, source) {
+      if (!this.overlay || !this.x) return;
+      this.overlay.replaceChildren();
+      this.tip.hidden = true;
+      if (x === null || x === undefined) return;
+      const place = this.x(x);
+      this.overlay.append(svg("line", { class: "cursor", x1: place, x2: place, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
+      const rows = [], events = [];
+      for (const curve of this.visible()) {
+        const xs = curve.run[axis], index = nearest(xs, x), value = curve.values[index];
+        if (x > xs[xs.length - 1] && axis === "epoch") continue;
+        for (const event of curve.run.events)
+          if (event.epoch === curve.run.epoch[index]) events.push(`${single ? "" : `${curve.name}, `}${event.kind === "roll-back" ? "rolled back" : "pruned"}: ${event.text}`);
+        if (typeof value !== "number") continue;
+        rows.push([curve, value]);
+        if (!this.logarithmic || value > 0) this.overlay.append(svg("circle", { class: "dot", cx: this.x(xs[index]), cy: this.y(value), r: 4.5, fill: color(curve.number) }));
+      }
+      if (source !== this) return;
+      const happened = [...new Set(events)];
+      const lines = rows.map(([curve, value]) => html("p", {}, html("span", {}, html("span", { class: `swatch s${curve.number % 8}` }), curve.name), html("b", {}, shown(value, this.unit))));
+      this.tip.replaceChildren(html("strong", {}, at(x)), ...lines, ...happened.map((text) => html("span", { class: "what" }, text)));
+      this.tip.hidden = false;
+      this.place(place);
+      this.plot.setAttribute("aria-valuenow", String(nearest(this.steps(), x)));
+      this.plot.setAttribute("aria-valuetext", [at(x), ...rows.map(([curve, value]) => `${curve.name} ${shown(value, this.unit)}`), ...happened].join(", "));
+    }
+
+    /** Puts the words beside the cursor, or below the curves where there is no room beside it. */
+    place(x) {
+      const room = this.plot.clientWidth, narrow = room < 480;
+      const left = x < room / 2 ? x + 14 : x - 14 - this.tip.offsetWidth;
+      Object.assign(this.tip.style, narrow ? { left: "0", right: "0", top: `${HEIGHT + 4}px` } : { left: `${left}px`, right: "auto", top: "0" });
+    }
+
+    /** The same as a table, made when it is asked for. */
+    list() {
+      const old = this.numbers.querySelector(".scroll");
+      if (old) old.remove();
+      if (!this.numbers.open) return;
+      const curves = this.series();
+      const head = html("tr", {}, html("th", { scope: "col" }, axis === "epoch" ? "epoch" : "time"), ...curves.map((curve) => html("th", { scope: "col" }, curve.name)));
+      const body = this.steps().map((x) => html("tr", {}, html("th", { scope: "row" }, axis === "epoch" ? String(x) : duration(x)),
+        ...curves.map((curve) => html("td", {}, shown(curve.values[curve.run[axis].indexOf(x)], this.unit)))));
+      this.numbers.append(html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${this.title}: the numbers` }, html("table", {}, html("thead", {}, head), html("tbody", {}, ...body))));
+    }
+  }
+
+  function choose(x, source) {
+    cursor = x === undefined ? null : x;
+    for (const chart of charts) chart.mark(cursor, source);
+  }
+
+  // --- the page -----------------------------------------------------------------------------------------------------------
+
+  const names = [...new Set(runs.flatMap((run) => run.layers.map((layer) => layer.name)))];
+  if (names.length) CHARTS.push({ title: "Nodes left, layer by layer", unit: " %", zero: true, keys: Object.fromEntries(names.map((name) => [`layer ${name}`, name])) });
+  const home = document.getElementById("charts");
+  for (const chart of CHARTS) home.append(new Chart(chart).element);
+  const redraw = () => charts.forEach((chart) => { chart.draw(); chart.list(); });
+  const choice = document.getElementById("x-choice");
+  choice.hidden = false;
+  choice.addEventListener("change", (event) => { axis = event.target.value; cursor = null; redraw(); });
+  let width = 0;
+  new ResizeObserver(() => {
+    if (home.clientWidth !== width) { width = home.clientWidth; redraw(); }
+  }).observe(home);
+
+  const every = Number(document.body.dataset.reload);
+  if (every) {
+    const pause = document.getElementById("reload-pause"), text = document.getElementById("reload-text");
+    let paused = false;
+    pause.hidden = false;
+    pause.addEventListener("click", () => {
+      paused = !paused;
+      pause.textContent = paused ? "Go on" : "Pause";
+      text.textContent = paused ? "This page stands still." : `This page looks for news every ${every} seconds.`;
+    });
+    // Not under the hands of someone who is reading off a curve.
+    setInterval(() => { if (!paused && cursor === null) location.reload(); }, every * 1000);
+  }
+})();
