@@ -162,7 +162,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", Path.unlink, "cannot be read"),
     ("metrics.jsonl", cut, "not JSON"),
     ("metrics.jsonl", Path.unlink, "cannot be read"),
-    ("metrics.jsonl", lambda path: path.write_text("[1]\n"), "line 1 holds no JSON object"),
+    ("metrics.jsonl", lambda path: path.write_text("[1]\n"), "holds no JSON object"),
     ("metrics.jsonl", lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
     ("metrics.jsonl", changed("precision", "high"), "precision 'high'"),
     ("metrics.jsonl", changed("epoch", 7), "epoch 7, not 1"),

@@ -116,18 +116,16 @@ def _lines(folder: RunFolder, name: str) -> list[dict[str, Any]]:
     return [] if missing and not folder.finished else folder.read_lines(name)
 
 
-def _epoch(path: Path, number: int, line: Any) -> dict[str, Any]:
+def _epoch(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
     where = f"line {number}"
-    _check_object(path, where, line)
     if line.get("epoch") != number:
         raise FileError(path, f"{where} has epoch {line.get('epoch')!r}, not {number}", _REMEDY)
     numbers = {name: _number(path, where, line, name) for name in NUMBERS}
     return {"epoch": number, **numbers, "layers": _layers(path, where, line.get("layers", []))}
 
 
-def _event(path: Path, number: int, line: Any) -> dict[str, Any]:
+def _event(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
     where = f"line {number}"
-    _check_object(path, where, line)
     _check_counts(path, where, line, ("epoch",))
     numbers = ("loss", "precision_before", "precision_after", "epochs_to_recover")
     layers = line.get("layers", [])
@@ -170,11 +168,6 @@ def _layers(path: Path, where: str, rows: Any) -> list[Layer]:
         )
         for row in rows
     ]
-
-
-def _check_object(path: Path, where: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise FileError(path, f"{where} holds no JSON object", _REMEDY)
 
 
 def _check_rows(path: Path, where: str, rows: Any) -> list[dict[str, Any]]:
