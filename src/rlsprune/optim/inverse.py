@@ -21,6 +21,7 @@ from rlsprune._tensors import complement, exact
 
 # Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
 _DAMPINGS = (0.0, 1e-7, 1e-5)
+_TILE = 512  # rows of P that are worked on at a time
 
 
 class Inverse(Protocol):
@@ -69,17 +70,19 @@ class DenseInverse:
     def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
         """See :class:`Inverse`."""
         stay = complement(self.size, gone)
-        return weights[stay] - exact(self.P[stay][:, gone]) @ solve_positive(
-            exact(self.P[gone][:, gone]), weights[gone]
-        )
+        rows = self.P[gone]
+        explained = solve_positive(exact(rows[:, gone]), weights[gone]).to(self.P)
+        return weights[stay] - (rows[:, stay].mT @ explained).to(weights)
 
     def without(self, gone: Tensor) -> DenseInverse:
         """See :class:`Inverse`."""
         stay = complement(self.size, gone)
-        cross = self.P[stay][:, gone]
-        explained = solve_positive(exact(self.P[gone][:, gone]), exact(cross).mT).to(self.P)
-        smaller = self.P[stay][:, stay] - cross @ explained
-        return DenseInverse((smaller + smaller.mT) / 2)
+        rows = self.P[gone]
+        factor = cholesky_positive(exact(rows[:, gone])).to(self.P)
+        whitened = torch.linalg.solve_triangular(factor, rows[:, stay], upper=False)
+        smaller = self.P[stay][:, stay]
+        _subtract_square(smaller, whitened)
+        return DenseInverse(smaller)
 
 
 class Autocorrelation:
@@ -184,8 +187,23 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
     return Autocorrelation(autocorrelation)
 
 
+def _subtract_square(matrix: Tensor, Y: Tensor) -> None:
+    """``matrix −= YᵀY``, in place; one half is computed and the other mirrored, so it stays symmetric to the bit."""
+    for start in range(0, len(matrix), _TILE):
+        here, after = slice(start, start + _TILE), slice(start + _TILE, None)
+        matrix[here, start:].addmm_(Y[:, here].mT, Y[:, start:], alpha=-1)
+        corner = matrix[here, here].triu()
+        matrix[here, here] = corner + corner.triu(1).mT
+        matrix[after, here] = matrix[here, after].mT
+
+
 def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
-    """``matrix⁻¹ right`` for symmetric positive definite matrices, damped if rounding made that necessary.
+    """``matrix⁻¹ right`` for a symmetric positive definite matrix; see `cholesky_positive`."""
+    return torch.cholesky_solve(right, cholesky_positive(matrix))
+
+
+def cholesky_positive(matrix: Tensor) -> Tensor:
+    """The Cholesky factor of a symmetric positive definite matrix, damped if rounding made that necessary.
 
     Raises:
         FloatingPointError: The matrix is not positive definite or not finite.
@@ -194,7 +212,8 @@ def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
         damped = matrix.clone()
         diagonal = damped.diagonal(dim1=-2, dim2=-1)
         diagonal += damping * diagonal.mean(-1, keepdim=True)
+        factor: Tensor
         factor, info = torch.linalg.cholesky_ex(damped)
         if bool((info == 0).all()) and bool(factor.isfinite().all()):
-            return torch.cholesky_solve(right, factor)
+            return factor
     raise FloatingPointError("P is not positive definite: optimizer.check() tells which layer's, reset() renews it")
