@@ -13,7 +13,7 @@ from rlsprune.train.settings import PruningSettings, TrainingSettings
 
 __all__ = ["FitConfig", "make_fit_config"]
 
-LEARNING_RATES = {"rls": (0.3, 0.03), "adamw": (1e-3, 3e-4), "sgd": (0.1, 0.01)}
+LEARNING_RATES = {"rls": (0.3, 0.1), "adamw": (1e-3, 1e-3), "sgd": (0.1, 0.01)}
 """From scratch, and from pretrained weights; measured in docs/settings.md."""
 
 

@@ -1,0 +1,179 @@
+"""Lightning and accelerate: both end in a smaller network that onnxruntime runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import rlsprune
+from rlsprune.lightning import PruneCallback
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_loop.py"
+
+
+def data() -> TensorDataset:
+    inputs = torch.rand(128, 10, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, (inputs[:, 0] > inputs[:, 1]).long())
+
+
+def batches() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=32)
+
+
+class Classifier(pl.LightningModule):
+    """As a user writes it."""
+
+    def __init__(self, optimizer: str = "rls") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
+        self.optimizer = optimizer
+        self.example_input_array = torch.rand(2, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Optimizer:
+        return rlsprune.RLS(self, lr=0.1) if self.optimizer == "rls" else AdamW(self.parameters(), lr=1e-2)
+
+
+SETTINGS: dict[str, Any] = {"warmup_epochs": 1, "ratio": 0.25, "criterion": "obs", "tolerance": 0.2}
+
+
+def trainer(folder: Path, epochs: int, *callbacks: pl.Callback) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
+
+
+@pytest.mark.parametrize(("optimizer", "monitor"), [("rls", None), ("adamw", "val_loss")])
+def test_lightning_ends_in_a_smaller_network_that_onnxruntime_runs(
+    optimizer: str, monitor: str | None, tmp_path: Path
+) -> None:
+    module, seen = Classifier(optimizer), []
+    callback = PruneCallback(monitor=monitor, on_prune=seen.append, **SETTINGS)
+    used = trainer(tmp_path, 5, callback)
+    used.fit(module, batches(), batches())
+    assert seen == callback.pruner.history
+    assert seen
+    assert sum(p.numel() for p in module.parameters()) < sum(p.numel() for p in Classifier().parameters())
+    last = [event for event in seen if event.kind == "prune"][-1]
+    assert float(used.callback_metrics["rlsprune_parameters"]) == last.params_after
+    callback.pruner.save(tmp_path / "small.safetensors")
+    small = rlsprune.load(tmp_path / "small.safetensors", into=Classifier()).eval()
+    rlsprune.export_onnx(small.net, torch.rand(2, 10), tmp_path / "small.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
+    inputs = data().tensors[0]
+    outputs = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
+    with torch.no_grad():
+        assert np.allclose(outputs, module.eval()(inputs).numpy(), atol=1e-5)
+
+
+def test_gate_is_the_mean_training_loss(tmp_path: Path) -> None:
+    """A step with a closure trains as one without: the losses of a loop by hand open the same gate."""
+    module = Classifier()
+    callback = PruneCallback(**SETTINGS)
+    trainer(tmp_path, 3, callback).fit(module, batches())
+    by_hand = Classifier()
+    optimizer = rlsprune.RLS(by_hand, lr=0.1)
+    pruner = rlsprune.Pruner(by_hand, optimizer, torch.rand(2, 10), **SETTINGS)
+    for _ in range(3):
+        losses = []
+        for inputs, labels in batches():
+            loss = nn.functional.cross_entropy(by_hand(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        pruner.step(torch.stack(losses).mean())
+    pruner.finish()
+    assert callback.pruner.history
+    for event, other in zip(callback.pruner.history, pruner.history, strict=True):
+        assert event.removed == other.removed
+        assert (event.loss or 0) == pytest.approx(other.loss or 0, rel=1e-6)  # None for the roll-back at the end
+    for ours, theirs in zip(module.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_checkpoint_of_a_pruned_module_goes_into_a_fresh_one(tmp_path: Path) -> None:
+    whole, callback = Classifier(), PruneCallback(**SETTINGS)
+    trainer(tmp_path, 6, callback).fit(whole, batches())
+    first = PruneCallback(**SETTINGS)
+    saver = pl.callbacks.ModelCheckpoint(tmp_path / "kept", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer(tmp_path, 3, first, saver).fit(Classifier(), batches())
+    path = sorted((tmp_path / "kept").glob("epoch=2*.ckpt"))[0]
+    shapes = [tuple(tensor.shape) for tensor in torch.load(path, weights_only=True)["state_dict"].values()]
+    assert shapes != [tuple(tensor.shape) for tensor in Classifier().state_dict().values()], "nothing was pruned"
+
+    resumed, second = Classifier(), PruneCallback(**SETTINGS)
+    trainer(tmp_path, 6, second).fit(resumed, batches(), ckpt_path=path)
+    assert [event.to_dict() for event in second.pruner.history] == [
+        event.to_dict() for event in callback.pruner.history
+    ]
+    for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert "on_load_checkpoint" not in vars(resumed)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"monitor": "val_los"}, "monitor='val_los' was not logged"), ({"ratio": 2.0}, "ratio=2.0 is not valid")],
+)
+def test_mistakes_are_told(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    callback = PruneCallback(**{**SETTINGS, **options})
+    with pytest.raises(RuntimeError, match="no pruner before"):
+        _ = callback.pruner
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, 1, callback).fit(Classifier(), batches(), batches())
+
+
+def test_module_without_example_is_told_what_to_give(tmp_path: Path) -> None:
+    module = Classifier()
+    module.example_input_array = None
+    with pytest.raises(ValueError, match="give example_inputs"):
+        trainer(tmp_path, 1, PruneCallback(**SETTINGS)).fit(module, batches())
+
+
+def test_accelerate_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("accelerate_loop", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.chdir(tmp_path)
+    small = example.train("small")
+    assert sum(p.numel() for p in small.parameters()) < 0.5 * sum(p.numel() for p in example.build_model().parameters())
+    inputs, labels = example.make_data(1).tensors
+    session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
+    assert (torch.from_numpy(outputs).argmax(1) == labels).float().mean() > 0.9
+    loaded = rlsprune.load(tmp_path / "small.safetensors", into=example.build_model()).eval()
+    with torch.no_grad():
+        assert np.allclose(outputs, loaded(inputs).numpy(), atol=1e-5)
