@@ -51,6 +51,7 @@ def test_table_ends_as_a_smaller_network_that_onnxruntime_runs(
     assert 100 * np.mean(outputs.argmax(1) == labels) == pytest.approx(summary["final_precision"])
     assert run_onnx(out / "model.onnx", inputs[:1]).shape == (1, 3)
     assert RunFolder(out).read_json("config")["classes"] == ["0", "1", "2"]
+    assert "networks.py:mlp" in (out / "report.html").read_text()
 
 
 @pytest.mark.parametrize("split", [False, True])

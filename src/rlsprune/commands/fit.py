@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a s
 `rlsprune fit my_module:build_model --data photos/ --image-size 64 --weights trained.safetensors --optimizer adamw` ·
 `rlsprune fit --resume runs/build_model-photos-seed0`"""
 
-_WITH_RESUME = {"resume", "quiet", "as_json"}
+_WITH_RESUME = {"resume", "tensorboard", "quiet", "as_json"}
 _RATES = "; ".join(f"{name} {scratch:g}, with --weights {tuned:g}" for name, (scratch, tuned) in LEARNING_RATES.items())
 
 
@@ -74,13 +75,14 @@ def fit(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
     ] = None,
+    tensorboard: options.TensorBoard = False,
     quiet: options.Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Train your own network and prune it while it trains; get the small model, its ONNX file and a report."""
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        _execute(_resumed(resume), resume, quiet, as_json)
+        _execute(_resumed(resume), resume, quiet, as_json, tensorboard)
         return
     if model is None or data is None:
         raise ValueError("give a model and --data, for example: rlsprune fit my_module:build_model --data photos/")
@@ -107,7 +109,7 @@ def fit(
         threads=machine["threads"],
     )
     name = f"{model.rpartition(':')[2]}-{data.stem}-seed{seed}"
-    _execute(config, folders.new_folder(name, out), quiet, as_json)
+    _execute(config, folders.new_folder(name, out), quiet, as_json, tensorboard)
 
 
 def _resumed(path: Path) -> FitConfig:
@@ -116,9 +118,10 @@ def _resumed(path: Path) -> FitConfig:
     return FitConfig.from_dict(RunFolder(path).read_json("config"))
 
 
-def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool) -> None:
+def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorboard: bool) -> None:
     from rlsprune.own.run import fit as run_fit
     from rlsprune.own.run import missing_onnx_packages
+    from rlsprune.report import write_report
     from rlsprune.terminal import observer
     from rlsprune.train.folder import RunFolder
 
@@ -126,13 +129,16 @@ def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool) -> None:
         typer.echo(
             f'No model.onnx will be written: {", ".join(missing)} not installed; pip install "rlsprune[onnx]"', err=True
         )
+    folder = RunFolder(path)
     try:
-        summary = run_fit(config, RunFolder(path), observer(quiet or as_json))
+        summary = run_fit(config, folder, observer(quiet or as_json, path / "tensorboard" if tensorboard else None))
     except KeyboardInterrupt:
-        typer.echo(f"\nInterrupted. Go on with: rlsprune fit --resume {path}", err=True)
+        if folder.started:
+            typer.echo(f"Go on with: rlsprune fit --resume {shlex.quote(str(path))}", err=True)
         raise
+    write_report([path], path / "report.html")
     if as_json:
         typer.echo(json.dumps(summary))
     elif not quiet:
-        written = ", ".join(name for name in ("model.safetensors", "model.onnx") if (path / name).exists())
-        typer.echo(f"The run is in {path}: {written}")
+        written = [name for name in ("model.safetensors", "model.onnx", "report.html") if (path / name).exists()]
+        typer.echo(f"In {path}: {', '.join(written)}")
