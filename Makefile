@@ -31,6 +31,7 @@ test: lint
 	$(BIN)/pytest -n auto -m "not slow" --cov --cov-report=term
 
 test-all: lint
+	@command -v chromedriver >/dev/null || echo "The report page is not tested in a browser: apt-get install chromium chromium-driver"
 	$(PIP_INSTALL) -e ".[dev,benchmarks]"
 	$(BIN)/pytest -n auto --cov --cov-report=term
 
