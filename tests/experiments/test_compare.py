@@ -42,6 +42,7 @@ def test_comparison_runs_what_is_missing_and_writes_the_table(
     assert column["lost_per_event"] == pytest.approx(event["precision_before"] - event["precision_after"])
     assert (tmp_path / "comparison.md").read_text() in table
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "The runs side by side" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
     # Of all methods, the finished ones: the same table, and nothing is run.
     finished = ["compare", "digits-fnn", *OPTIONS, "--finished", "--out", str(tmp_path)]

@@ -179,6 +179,7 @@ def test_names_stay_text(copy: Path, runs: dict[str, Path], tmp_path: Path, show
     driver.execute_script("document.querySelector('.plot').focus()")
     assert driver.title.startswith("<script>")
     assert "<script>alert(1)" in text(driver, ".legend")
+    assert len(driver.find_elements("css selector", ".legend")) == 1, "one for all charts"
     assert NASTY in text(driver, ".chart:nth-child(4) select")
     assert driver.get_log("browser") == []
     assert len(driver.find_elements("tag name", "script")) == 2

@@ -82,6 +82,7 @@ def compare(
     from rlsprune.experiments.figures import draw_comparison
     from rlsprune.experiments.table import comparison_table
     from rlsprune.files import replacing
+    from rlsprune.report import write_report
 
     comparison = compare_runs(experiment, runs)
     table = comparison_table(comparison)
@@ -89,7 +90,8 @@ def compare(
         with replacing(folder / name) as path:
             path.write_text(text, encoding="utf-8")
     draw_comparison(comparison, folder / "comparison.png")
-    typer.echo(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json and comparison.png")
+    write_report([run.folder for run in runs], folder / "report.html")
+    typer.echo(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json, comparison.png and report.html")
 
 
 def sweep(
@@ -138,6 +140,7 @@ def sweep(
     _run(runs, jobs, quiet)
 
     from rlsprune.experiments.figures import draw_sweep
+    from rlsprune.report import write_report
     from rlsprune.train.folder import RunFolder
 
     curves = {
@@ -145,7 +148,8 @@ def sweep(
         for ratio, run in zip(values, runs, strict=True)
     }
     draw_sweep(curves, f"{find_experiment(experiment).title}, {method}", folder / "sweep.png")
-    typer.echo(f"Written to {folder / 'sweep.png'}")
+    write_report([run.folder for run in runs], folder / "report.html")
+    typer.echo(f"Written to {folder / 'sweep.png'} and report.html")
 
 
 def _out(out: Path | None, name: str) -> Path:

@@ -15,6 +15,7 @@ from rlsprune.report.runs import Layer, Run
 
 __all__ = ["Inputs", "Slice", "draw_inputs", "draw_network", "ranges"]
 
+_HAIR = 1.5  # thousandths: what is narrower is drawn so wide, to be seen
 _GONE: Pixel = (214, 69, 65)
 
 
@@ -48,8 +49,8 @@ def draw_network(layers: Sequence[Layer]) -> list[Slice]:
     """The layers from the input down, widths to scale."""
     full = [layer.full_nodes or layer.nodes for layer in layers]
     widest = max(full, default=0) or 1
-    before = [500 * nodes / widest for nodes in full]
-    after = [500 * layer.nodes / widest for layer in layers]
+    before = [max(_HAIR, 500 * nodes / widest) for nodes in full]
+    after = [max(_HAIR, 500 * layer.nodes / widest) for layer in layers]
     below: list[tuple[float | None, float | None]] = [*zip(before[1:], after[1:], strict=True), (None, None)]
     rows = zip(layers, before, after, below, strict=False)  # without a layer there is none below either
     return [Slice(layer, was, now, *following) for layer, was, now, following in rows]

@@ -12,6 +12,8 @@
   ];
   let axis = "epoch", cursor = null;
   const charts = [];
+  const home = document.getElementById("charts");
+  const hiddenRuns = new Set(), runsLegend = html("ul", { class: "legend" }); // for all charts, when there are several runs
 
   function html(tag, attributes = {}, ...children) {
     return fill(document.createElement(tag), attributes, children);
@@ -71,14 +73,14 @@
       this.title = title; this.unit = unit; this.zero = zero; this.logarithmic = log; this.keys = keys;
       this.key = Object.keys(keys)[0]; // the one that is compared, when there are several runs
       if (!single && keys.test_loss) this.key = "test_loss";
-      this.hidden = new Set();
+      this.hidden = single ? new Set() : hiddenRuns;
       const identity = `chart-${charts.length}`;
       this.bar = html("div", { class: "bar" }, html("h3", { id: identity }, title));
       this.plot = html("div", { class: "plot", tabindex: "0", role: "slider", "aria-labelledby": identity, "aria-roledescription": "chart, walked with the arrow keys", "aria-valuemin": "0" });
       this.tip = html("div", { class: "tip", hidden: "" });
-      this.legend = html("ul", { class: "legend" });
+      this.legend = single ? html("ul", { class: "legend" }) : runsLegend;
       this.numbers = html("details", {}, html("summary", { class: "small" }, "The numbers"));
-      this.element = html("div", { class: "chart" }, this.bar, this.plot, this.legend, this.numbers);
+      this.element = html("div", { class: "chart" }, this.bar, this.plot, ...(single ? [this.legend] : []), this.numbers);
       this.controls();
       this.listen();
       charts.push(this);
@@ -125,7 +127,7 @@
     /** The curves: of one run all kinds (dashed where they may lie upon each other), of several runs one kind. */
     series() {
       const curves = single
-        ? Object.entries(this.keys).map(([key, name], number) => ({ run: runs[0], name, number, dash: DASHES[this.zero ? number % DASHES.length : Number(key === "gate_level")], values: this.values(runs[0], key), steps: key === "gate_level" }))
+        ? Object.entries(this.keys).map(([key, name], number) => ({ run: runs[0], name, number, dash: DASHES[this.zero ? (number + Math.floor(number / 8)) % DASHES.length : Number(key === "gate_level")], values: this.values(runs[0], key), steps: key === "gate_level" }))
         : runs.map((run, number) => ({ run, name: run.label, number, dash: DASHES[Math.floor(number / 8) % DASHES.length], values: this.values(run, this.key), steps: this.key === "gate_level" }));
       return curves.filter((curve) => curve.values.some((value) => value !== null && value !== undefined));
     }
@@ -194,17 +196,18 @@
       if (single) return;
       for (const event of curve.run.events) {
         const value = curve.values[event.epoch - 1];
-        if (drawable(value)) picture.append(this.flag(this.x(xs[event.epoch - 1]), this.y(value) - 3, event));
+        if (drawable(value)) picture.append(svg("circle", { class: "dot", cx: this.x(xs[event.epoch - 1]), cy: this.y(value), r: 3.5, fill: color(curve.number) }));
       }
     }
 
     drawLegend() {
-      const entries = this.series().map((curve) => {
+      const curves = single ? this.series() : runs.map((run, number) => ({ name: run.label, number, dash: DASHES[Math.floor(number / 8) % DASHES.length] }));
+      const entries = curves.map((curve) => {
         const sample = svg("svg", { viewBox: "0 0 26 10", "aria-hidden": "true" }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: color(curve.number), "stroke-width": 3, "stroke-dasharray": curve.dash }));
         const button = html("button", { type: "button", "aria-pressed": String(!this.hidden.has(curve.name)) }, sample, curve.name);
         button.addEventListener("click", () => {
           if (!this.hidden.delete(curve.name)) this.hidden.add(curve.name);
-          this.draw();
+          (single ? [this] : charts).forEach((chart) => chart.draw());
           const again = [...this.legend.querySelectorAll("button")].find((candidate) => candidate.textContent === curve.name);
           if (again) again.focus();
         });
@@ -224,7 +227,7 @@
       const rows = [], events = [];
       for (const curve of this.visible()) {
         const xs = curve.run[axis], index = nearest(xs, x), value = curve.values[index];
-        if (x > xs[xs.length - 1] && axis === "epoch") continue;
+        if (x > xs[xs.length - 1]) continue; // this run has ended before
         for (const event of curve.run.events)
           if (event.epoch === curve.run.epoch[index]) events.push(`${single ? "" : `${curve.name}, `}${event.kind === "roll-back" ? "rolled back" : "pruned"}: ${event.text}`);
         if (typeof value !== "number") continue;
@@ -270,7 +273,7 @@
 
   const names = [...new Set(runs.flatMap((run) => run.layers.map((layer) => layer.name)))];
   if (names.length) CHARTS.push({ title: "Nodes left, layer by layer", unit: " %", zero: true, keys: Object.fromEntries(names.map((name) => [`layer ${name}`, name])) });
-  const home = document.getElementById("charts");
+  if (!single) home.before(runsLegend);
   for (const chart of CHARTS) home.append(new Chart(chart).element);
   const redraw = () => charts.forEach((chart) => { chart.draw(); chart.list(); });
   const choice = document.getElementById("x-choice");
