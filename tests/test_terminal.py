@@ -167,6 +167,16 @@ def test_gate_is_told(shown: tuple[LiveObserver, Console], changes: dict[str, An
     assert said in "\n".join(line.rstrip() for line in frame(observer, console).splitlines()) + "\n"
 
 
+@pytest.mark.parametrize("changes", [{"pruning": None}, {"method": "none"}], ids=str)
+def test_where_nothing_waits_for_a_loss_no_gate_is_told(changes: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=80, height=24)
+    observer = LiveObserver(console)
+    config = {"method": "l1-norm", "experiment": "x", "seed": 0, "gate": "train", "pruning": {}, **changes}
+    observer.start(config, 0, 9, 5)
+    observer.close()
+    assert "this method does not wait for a loss" in frame(observer, console)
+
+
 def test_bars_are_to_scale_and_fit_any_terminal(shown: tuple[LiveObserver, Console]) -> None:
     observer, console = shown
     observer.network(torch.nn.Identity(), rows(100, 50, 25), [])

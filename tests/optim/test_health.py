@@ -41,6 +41,13 @@ def prepared(on_fault: str, forgetting: float = 1.0) -> tuple[nn.Module, rlsprun
     return model, optimizer
 
 
+def test_wide_layers_can_be_left_out_of_the_check() -> None:
+    _, optimizer = prepared("raise")
+    assert set(optimizer.check()) == {"0", "3"}
+    assert set(optimizer.check(at_most=31)) == {"0", "3"}  # 30 inputs and the bias
+    assert set(optimizer.check(at_most=30)) == {"3"}
+
+
 @pytest.mark.parametrize(("fault", "message"), FAULTS)
 def test_a_fault_raises_and_changes_nothing(fault: object, message: str) -> None:
     model, optimizer = prepared("raise")

@@ -344,13 +344,21 @@ class RLS(Optimizer):
         if name is not None:
             self._group(name)
 
-    def check(self) -> dict[str, LayerHealth]:
+    def check(self, at_most: int | None = None) -> dict[str, LayerHealth]:
         """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ per layer.
 
         With ``shard=True``, of the layers whose P this rank keeps.
+
+        Args:
+            at_most: Layers with more inputs than this in a block of P are left out; None: all are measured.
         """
         self._faults.report()
-        return {name: layer_health(name, blocks) for name in self._recorders if (blocks := self._own_blocks(name))}
+        kept = {name: blocks for name in self._recorders if (blocks := self._own_blocks(name))}
+        return {
+            name: layer_health(name, blocks)
+            for name, blocks in kept.items()
+            if at_most is None or max(P.shape[-1] for P in blocks) <= at_most
+        }
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of state held by this process, for ``"inverse"`` (all P), ``"velocity"`` and in ``"total"``."""

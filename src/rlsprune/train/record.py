@@ -21,6 +21,9 @@ from rlsprune.train.method import Retained
 __all__ = ["Record", "health_rows", "layer_rows", "mean_image", "tail", "total_percent"]
 
 
+_MEASURED_INPUTS = 5000  # eigenvalues of so large a P take half a minute, of one twice as large minutes
+
+
 class Record:
     """The metrics and events of a run so far, in the form in which they stand in its files."""
 
@@ -85,10 +88,10 @@ def layer_rows(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained])
 
 
 def health_rows(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """Per layer the health of P; None if the optimizer keeps none. NaN, which is not JSON, becomes None."""
+    """Per layer the health of P, but for very wide ones; None if the optimizer keeps none. NaN is no JSON: None."""
     if not isinstance(optimizer, RLS):
         return None
-    rows = (asdict(health) | {"healthy": health.healthy} for health in optimizer.check().values())
+    rows = (asdict(health) | {"healthy": health.healthy} for health in optimizer.check(_MEASURED_INPUTS).values())
     return [{key: None if _not_finite(value) else value for key, value in row.items()} for row in rows]
 
 
