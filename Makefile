@@ -1,12 +1,14 @@
 # Two commands set everything up on a bare machine with Python 3.11 or newer:
 #   make demo   train and compare on data that comes with the package
 #   make test   lint, type-check and test
+# and:
+#   make docs   build the documentation's site in build/site
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -35,5 +37,9 @@ test-all: lint
 	$(PIP_INSTALL) -e ".[dev,benchmarks]"
 	$(BIN)/pytest -n auto --cov --cov-report=term
 
+docs: $(BIN)/pip
+	$(PIP_INSTALL) -e ".[docs,experiments,lightning]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

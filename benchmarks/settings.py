@@ -129,22 +129,62 @@ def pretrained(digits: Digits) -> None:
         print(f"| {name} | {' | '.join(pruned(digits, model, make(model)))} |", flush=True)
 
 
-def pruned(digits: Digits, model: nn.Module, optimizer: Optimizer) -> list[str]:
+def knobs(digits: Digits) -> None:
+    """The tables of k and λ, and of ξ and q, with the MLP and cross-entropy at η = 0.3."""
+    print("\n| k | λ = 1 | λ = 0.999 | λ = 0.99 |\n|---|---:|---:|---:|")
+    for k in (0.01, 0.1, 1.0):
+        cells = [
+            trained(
+                digits,
+                mlp,
+                lambda model, k=k, forgetting=forgetting: rlsprune.RLS(
+                    model, lr=0.3, mean_scale=k, forgetting=forgetting
+                ),
+                cross_entropy,
+            )
+            for forgetting in (1.0, 0.999, 0.99)
+        ]
+        print(f"| {k:g} | {' | '.join(cells)} |", flush=True)
+    print("\n| ξ | q = 0 | q = 1 | q = 4 |\n|---|---:|---:|---:|")
+    for ratio in (0.1, 0.25, 0.4, 0.6):
+        cells = []
+        for warmup in (0, 1, 4):
+            torch.manual_seed(0)
+            model = mlp()
+            _, precision, left = pruned(digits, model, rlsprune.RLS(model, lr=0.3), ratio, warmup, {"params": 0.05})
+            cells.append(f"{precision} at {left}")
+        print(f"| {ratio:g} | {' | '.join(cells)} |", flush=True)
+
+
+def pruned(
+    digits: Digits,
+    model: nn.Module,
+    optimizer: Optimizer,
+    ratio: float = 0.25,
+    warmup_epochs: int = 1,
+    target: dict[str, float] | None = None,
+) -> list[str]:
     """Precision after one epoch and at the end, and the share of the parameters that is left."""
     example: Tensor = digits.test.images[:1] / 255
     before = sum(p.numel() for p in model.parameters())
-    settings = {"ratio": 0.25, "criterion": "obs", "warmup_epochs": 1, "tolerance": 0.05, "target": {"params": 0.2}}
-    pruner = rlsprune.Pruner(model, optimizer, example, **settings)
+    pruner = rlsprune.Pruner(
+        model,
+        optimizer,
+        example,
+        ratio=ratio,
+        criterion="obs",
+        warmup_epochs=warmup_epochs,
+        tolerance=0.05,
+        target=target or {"params": 0.2},
+    )
     batches, first = digits.batches(), ""
     try:
         for epoch in range(12):
             loss = digits.train_epoch(batches, model, optimizer, cross_entropy)
             first = first or f"{digits.precision(model):.1f}"
-            if epoch < 9:
-                pruner.step(loss)
-            else:
-                pruner.done = True
-                pruner.step(loss)
+            if epoch >= 9:
+                pruner.done = True  # the last epochs are for recovery
+            pruner.step(loss)
         pruner.finish()
     except (FloatingPointError, ValueError):
         return [first or "diverges", "diverges", ""]
@@ -152,10 +192,14 @@ def pruned(digits: Digits, model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [first, f"{digits.precision(model):.1f}", f"{share:.0f} %"]
 
 
+TABLES: dict[str, Callable[[Digits], None]] = {"scratch": from_scratch, "pretrained": pretrained, "knobs": knobs}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=2000)
-    images = parser.parse_args().images
+    parser.add_argument("--only", choices=TABLES, help="One of the tables. Default: all.")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    from_scratch(Digits(images))
-    pretrained(Digits(images))
+    for name, table in TABLES.items():
+        if options.only in (None, name):
+            table(Digits(options.images))

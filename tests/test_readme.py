@@ -1,41 +1,81 @@
-"""The README's code runs as it is written, and prints what it says it prints."""
+"""The code in README and docs runs as it is written, the commands in them exist, and links lead somewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 
-README = Path(__file__).parent.parent / "README.md"
+from rlsprune.cli import main
+from rlsprune.commands.app import app
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:^(<!-- runs -->)\n)?^```(python|sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = README.read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
-    assert shown is not None
+def blocks(page: Path, *kinds: str) -> list[tuple[str, str, bool]]:
+    """Kind and text of the page's blocks, and whether the commands in one are to be run here, in their order."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(kind, text, bool(runs)) for runs, kind, text in found if kind in kinds]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The arguments of the calls of rlsprune in a block for the shell."""
+    lines = (shlex.split(line, comments=True) for line in text.splitlines())
+    return [words[1:] for words in lines if words[:1] == ["rlsprune"]]
+
+
+@pytest.fixture
+def _keep_threads() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_keep_threads")
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.stem)
+def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: what is shown as printed (but for its first line, which may hold a loss) is printed, and pruning prunes."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict[str, object] = {"__name__": "__main__"}
     printed = io.StringIO()
-    names: dict[str, object] = {}
-    with contextlib.redirect_stdout(printed):
-        for block in blocks:
-            exec(compile(block, str(README), "exec"), names)
-    # The first event, but for its loss, whose last digit may depend on the machine.
-    assert shown[1].splitlines()[1:] == printed.getvalue().splitlines()[1 : len(shown[1].splitlines())]
-    assert (tmp_path / "small.onnx").stat().st_size > 0
-    pruned = names["pruner"].history
-    assert pruned
-    assert pruned[-1].params_after < 1474
+    for kind, text, runs in blocks(page, "python", "sh", "text"):
+        with contextlib.redirect_stdout(printed):
+            if kind == "python":
+                exec(compile(text, str(page), "exec"), names)
+            elif runs:
+                for arguments in commands(text):
+                    # Tests run side by side: a second thread would wait for a core.
+                    threads = ["--threads", "1"] if arguments[0] in ("run", "fit") else []
+                    assert main([*arguments, *threads]) == 0, arguments
+        if kind == "text":
+            assert text.split("\n", 1)[1] in printed.getvalue()
+    assert any(event.kind == "prune" for event in names["pruner"].history)
 
 
-def test_commands_exist() -> None:
-    text = README.read_text(encoding="utf-8")
-    makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_and_links_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    group = typer.main.get_command(app)
+    for _, block, _ in blocks(page, "sh"):
+        for name, *arguments in commands(block):
+            command = group.commands[name]
+            if hasattr(command, "commands"):
+                name, *arguments = arguments
+                command = command.commands[name]
+            # Reads the arguments, so that an option which is not there is an error, and runs nothing.
+            command.make_context(name, [argument for argument in arguments if argument != "--debug"])
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets
-    for link in re.findall(r"\]\(((?!https?:)[^)#]+)\)", text):
-        assert (README.parent / link).exists(), link
+    for link in re.findall(r"\]\(((?!https?:)[^)#]+)", text):
+        assert (page.parent / link).exists(), link

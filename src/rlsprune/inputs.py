@@ -92,7 +92,7 @@ def strip_inputs(model: nn.Module) -> nn.Module:
     The copy has none of this package's training hooks. A forward that hard-codes the number of features, such as
     `x.view(-1, 784)`, has to be adapted.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = torch.nn.Linear(4, 2)
         >>> select_inputs(layer, [0, 3])

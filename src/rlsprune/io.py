@@ -47,7 +47,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
             unusual type, metadata that is not JSON.
         OSError: If the file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> path = tempfile.mkdtemp() + "/small.safetensors"
         >>> save(torch.nn.Linear(4, 2), path, {"note": "unpruned"})

@@ -32,11 +32,9 @@ class PruneCallback(Callback):
     carry the pruner's state and the network's shape: `Trainer.fit(…, ckpt_path=…)` and `Trainer.test(…, ckpt_path=…)`
     take a checkpoint of a pruned network into a fresh module.
 
-    Example::
-
-        callback = PruneCallback(monitor="val_loss", warmup_epochs=3, criterion="obs", ratio=0.25)
-        Trainer(max_epochs=30, callbacks=[callback]).fit(module, train_batches, valid_batches)
-        callback.pruner.save("small.safetensors")
+    Examples:
+        >>> callback = PruneCallback(monitor="val_loss", warmup_epochs=3, criterion="obs", ratio=0.25)
+        >>> trainer = Trainer(max_epochs=30, callbacks=[callback])  # then trainer.fit, then callback.pruner.save
     """
 
     def __init__(

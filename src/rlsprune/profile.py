@@ -126,7 +126,7 @@ def profile(
         before: An earlier profile to show beside this one, such as that of the unpruned model.
         min_seconds: How long to repeat the inference for its latency.
 
-    Example:
+    Examples:
         >>> import torch
         >>> old = profile(torch.nn.Linear(100, 100), torch.randn(8, 100))
         >>> new = profile(torch.nn.Linear(100, 50), torch.randn(8, 100), before=old)

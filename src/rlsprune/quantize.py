@@ -34,7 +34,7 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
         ValueError: There is no batch, or the network has more than one input.
         OSError: A file cannot be read or written.
 
-    Example:
+    Examples:
         >>> import torch, rlsprune
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
         >>> inputs = torch.rand(256, 8)

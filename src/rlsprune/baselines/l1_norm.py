@@ -30,7 +30,7 @@ class L1Norm(Structured):
         ratio: The share of every hidden layer that goes.
         prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 10), torch.nn.ReLU(), torch.nn.Linear(10, 2))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

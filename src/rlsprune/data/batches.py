@@ -36,7 +36,7 @@ class Batches:
         channels_last: the memory format in which convolutions are faster on a CPU.
         flat: give (N, features), whatever the shape.
 
-    Example:
+    Examples:
         >>> from rlsprune.data import Batches, load
         >>> data = load("digits")
         >>> batches = Batches(data.train.images, data.train.labels, 128, seed=0)

@@ -45,7 +45,7 @@ class Split:
 class Dataset:
     """A data set in memory.
 
-    Example:
+    Examples:
         >>> from rlsprune.data import load
         >>> data = load("digits")
         >>> len(data.train), len(data.test), tuple(data.train.images.shape[1:])

@@ -32,7 +32,7 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
     Raises:
         ValueError: if the model is wrapped, cannot run on the inputs, or ignore names no module.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> [(group.name, group.size) for group in find_groups(model, torch.randn(1, 4))]

@@ -20,7 +20,7 @@ class FNN(nn.Sequential):
         sizes: Nodes per layer, from the inputs to the outputs.
         batch_norm: A batch normalisation after each hidden layer, as net slimming needs.
 
-    Example:
+    Examples:
         >>> [name for name, _ in FNN().named_children()]
         ['fc1', 'relu1', 'fc2', 'relu2', 'fc3']
     """

@@ -64,7 +64,7 @@ class RLS(Optimizer):
     - Weight decay is decoupled: ``W ← (1 − η·decay)·W`` before the step.
     - When not to use it: layers with tens of thousands of inputs, unless ``block_size`` is set, since P has n² entries.
 
-    Example:
+    Examples:
         >>> import torch, rlsprune
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> optimizer = rlsprune.RLS(model)

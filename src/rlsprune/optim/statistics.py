@@ -32,7 +32,7 @@ class InputStatistics:
     Statistics come from training forwards (``model.train()``, gradients enabled), or from any forward inside
     :meth:`everything`.
 
-    Example:
+    Examples:
         >>> import torch, rlsprune
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> statistics = rlsprune.InputStatistics(model)

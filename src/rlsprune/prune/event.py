@@ -29,7 +29,7 @@ class PruneEvent:
     layers: tuple[LayerChange, ...]
     removed: dict[str, list[int]] = field(default_factory=dict)
     """Name of a group (its first layer, or ``input``) → its units that went, numbered as before the event."""
-    kind: Literal["prune", "roll-back"] = "prune"
+    kind: Literal["prune", "roll-back", "preview"] = "prune"
 
     def to_dict(self) -> dict[str, Any]:
         """The event as plain containers, for JSON and checkpoints."""
@@ -41,7 +41,7 @@ class PruneEvent:
         return cls(**{**values, "layers": tuple(LayerChange(*change) for change in values["layers"])})
 
     def __str__(self) -> str:
-        title = "rolled back" if self.kind == "roll-back" else "pruned"
+        title = {"prune": "pruned", "roll-back": "rolled back", "preview": "would be pruned"}[self.kind]
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         rows = [(change.name or "model", change.before, change.after) for change in self.layers]
         rows += [("parameters", self.params_before, self.params_after), ("FLOPs", self.flops_before, self.flops_after)]

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -47,7 +48,7 @@ class Pruner:
     loss is below the loss at the last prune. Parameters stay the same objects, smaller, and the optimizer's state is
     cut with them, so schedulers, parameter groups and hooks stay valid.
 
-    Example:
+    Examples:
         >>> import torch, rlsprune
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
         >>> optimizer = rlsprune.RLS(model)
@@ -178,11 +179,11 @@ class Pruner:
         return self._prune(None)
 
     def preview(self) -> PruneEvent | None:
-        """The event that :meth:`prune` would make, changing nothing."""
+        """The event that :meth:`prune` would make, changing nothing; ``print`` shows it as a table."""
         with self._surgery() as undo:
             event = self._event_within_target(None, undo)
             undo()
-        return event
+        return None if event is None else replace(event, kind="preview")
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Gathers exact input statistics from given batches, when no training step has been seen yet.

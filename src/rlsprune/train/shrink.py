@@ -118,7 +118,7 @@ def shrink(
         ValueError: Neither target nor max_drop is given, or there is no batch.
         FloatingPointError: Recovery diverged. The network is then the last good one.
 
-    Example:
+    Examples:
         >>> import torch, rlsprune
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
