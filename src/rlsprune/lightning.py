@@ -28,7 +28,7 @@ _KEY = "rlsprune"
 class PruneCallback(Callback):
     """Prunes the module a little whenever its loss has recovered from the last time.
 
-    Works with automatic optimization by one optimizer, :class:`rlsprune.RLS` or any other, on one device. Checkpoints
+    Works with automatic optimization by one optimizer, `rlsprune.RLS` or any other, on one device. Checkpoints
     carry the pruner's state and the network's shape: `Trainer.fit(…, ckpt_path=…)` and `Trainer.test(…, ckpt_path=…)`
     take a checkpoint of a pruned network into a fresh module.
 
@@ -52,7 +52,7 @@ class PruneCallback(Callback):
             monitor: The logged metric that has to recover, "val_loss" say; None for the epoch's mean training loss.
             submodule: The name of the part to prune; the whole module by default, called by its `forward`.
             on_prune: Called with the event after each prune and each roll-back.
-            **settings: Others of :class:`rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
+            **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor, self.submodule = example_inputs, monitor, submodule
         self._on_prune, self._settings = on_prune, settings

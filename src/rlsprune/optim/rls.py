@@ -1,4 +1,4 @@
-"""The RLS optimizer: a :class:`torch.optim.Optimizer` over a module."""
+"""The RLS optimizer: a `torch.optim.Optimizer` over a module."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ LARGE_INVERSE_BYTES = 2**30
 
 
 class RLS(Optimizer):
-    r"""Recursive least squares for neural networks, equations (16) to (22) of the paper.
+    """Recursive least squares for neural networks, equations (16) to (22) of the paper.
 
-    Each Linear and Conv layer l keeps :math:`P`, the inverse autocorrelation of its mean inputs (a bias counts as an
-    input that is always 1). With the batch's mean input :math:`x`, every step computes
+    Each Linear and Conv layer l keeps `P`, the inverse autocorrelation of its mean inputs (a bias counts as an
+    input that is always 1). With the batch's mean input `x`, every step computes
 
-    .. math::
-        u &= P_{t-1} x, \qquad h = \lambda + k\, x^T u \\
-        \Psi_t &= \alpha \Psi_{t-1} - (\eta / h)\, P_{t-1} \nabla W \\
-        W_t &= W_{t-1} + \Psi_t \\
-        P_t &= (P_{t-1} - (k / h)\, u u^T) / \lambda
+        u = P x
+        h = λ + k·xᵀu
+        Ψ ← α·Ψ − (η/h)·P ∇W
+        W ← W + Ψ
+        P ← (P − (k/h)·u uᵀ) / λ
 
     All other parameters (batch norm, embeddings, …) are trained by momentum SGD in the last parameter group, so one
     optimizer trains any network. There is one parameter group per preconditioned layer, with the layer's ``"name"``,
@@ -315,7 +315,7 @@ class RLS(Optimizer):
         return dense[0] if len(dense) == 1 else dense
 
     def blocks(self, weight: Tensor) -> list[Tensor] | None:
-        """P of a layer's weight as diagonal blocks, each (groups, b, b), or None; see :meth:`inverse`."""
+        """P of a layer's weight as diagonal blocks, each (groups, b, b), or None; see `inverse`."""
         blocks: list[Tensor] | None = self.state.get(weight, {}).get(INVERSE)
         group = next((g for g in self.param_groups if g["preconditioned"] and g["params"][0] is weight), None)
         if self._team is not None and self.sharded and group is not None:

@@ -30,7 +30,7 @@ class InputStatistics:
     """The inverse autocorrelation P of every layer's inputs, for networks trained with any optimizer.
 
     Statistics come from training forwards (``model.train()``, gradients enabled), or from any forward inside
-    :meth:`everything`.
+    `everything`.
 
     Examples:
         >>> import torch, rlsprune
@@ -56,7 +56,7 @@ class InputStatistics:
         Args:
             model: The network.
             kind: ``"exact"``: the inverse autocorrelation of the inputs themselves, from a bounded sample of the most
-                recent rows (convolutions: patches), slightly damped. ``"mean"``: the P that :class:`rlsprune.RLS` would
+                recent rows (convolutions: patches), slightly damped. ``"mean"``: the P that `rlsprune.RLS` would
                 have, from the mean input of every batch.
             mean_scale: The paper's k, of kind ``"mean"``.
             p0: P starts at p0·I, of kind ``"mean"``.

@@ -37,7 +37,7 @@ class PruneEvent:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PruneEvent:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of `to_dict`."""
         return cls(**{**values, "layers": tuple(LayerChange(*change) for change in values["layers"])})
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ _TARGET_STEPS = 5
 class Pruner:
     """Prunes a network a little whenever its loss has recovered from the last time.
 
-    Call :meth:`step` once per epoch with a loss: the epoch's mean training loss, the last minibatch's (the paper to the
+    Call `step` once per epoch with a loss: the epoch's mean training loss, the last minibatch's (the paper to the
     letter), or better a held-out one. The first ``warmup_epochs`` calls never prune; from then on a call prunes if the
     loss is below the loss at the last prune. Parameters stay the same objects, smaller, and the optimizer's state is
     cut with them, so schedulers, parameter groups and hooks stay valid.
@@ -91,9 +91,9 @@ class Pruner:
             ratio: ξ in (0, 1), the share of a layer's channels considered at each event; or a mapping from layer names
                 (``"input"`` for the input features) to ratios, where layers not named are left alone.
             input_ratio: The same for flat input features; None for ξ/2. Image channels are never pruned.
-            warmup_epochs: q, the calls of :meth:`step` that never prune.
+            warmup_epochs: q, the calls of `step` that never prune.
             criterion: ``"rls"``, ``"obs"``, ``"l1"``, ``"rls-paper"`` (as ``"rls"``, but a channel goes if any of its
-                nodes behind a flatten is chosen), or a callable from a :class:`rlsprune.Group` to score vectors, low
+                nodes behind a flatten is chosen), or a callable from a `rlsprune.Group` to score vectors, low
                 goes first.
             compensate: Refit the layers that read what goes.
             inverse: What happens to the optimizer's P: ``"schur"`` or ``"slice"``.
@@ -145,7 +145,7 @@ class Pruner:
         """Of the model and its copies, when the loss had last recovered."""
         self._budget = Budget(model, example_inputs, self._settings.target)
         self.done = False
-        """Whether pruning has ended: the target is reached, patience ran out, or :meth:`finish` was called."""
+        """Whether pruning has ended: the target is reached, patience ran out, or `finish` was called."""
         self.history: list[PruneEvent] = []
         """Every event so far, roll-backs included."""
 
@@ -179,7 +179,7 @@ class Pruner:
         return self._prune(None)
 
     def preview(self) -> PruneEvent | None:
-        """The event that :meth:`prune` would make, changing nothing; ``print`` shows it as a table."""
+        """The event that `prune` would make, changing nothing; ``print`` shows it as a table."""
         with self._surgery() as undo:
             event = self._event_within_target(None, undo)
             undo()
@@ -258,7 +258,7 @@ class Pruner:
         return strip_inputs(self.model)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the model as :func:`rlsprune.save` does, with the history in the metadata."""
+        """Writes the model as `rlsprune.save` does, with the history in the metadata."""
         io.save(self.model, path, metadata={"history": [event.to_dict() for event in self.history]})
 
     def state_dict(self) -> dict[str, Any]:
