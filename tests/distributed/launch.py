@@ -22,10 +22,15 @@ def start(
     ranks: int, function: str, folder: Path, *arguments: str, timeout: float = TIMEOUT
 ) -> list[subprocess.Popen[str]]:
     """One process per rank; ``function`` is ``"module:name"`` and is called with the folder and the arguments."""
+    return start_command(ranks, "distributed.launch", function, str(folder), *arguments, timeout=timeout)
+
+
+def start_command(ranks: int, module: str, *arguments: str, timeout: float = TIMEOUT) -> list[subprocess.Popen[str]]:
+    """One process per rank, with the environment that torchrun gives it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "distributed.launch", function, str(folder), *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     shared = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
@@ -50,11 +55,15 @@ def start(
 
 def run(ranks: int, function: str, folder: Path, *arguments: str) -> list[Any]:
     """What the function returned on each rank."""
-    processes = start(ranks, function, folder, *arguments)
+    finish(start(ranks, function, folder, *arguments))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> None:
+    """Waits for all of them; each has to end well."""
     outputs = [process.communicate()[0] for process in processes]
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         assert process.returncode == 0, f"rank {rank}:\n{output}"
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def main() -> None:

@@ -96,7 +96,16 @@ def equal_runs(folder: Path) -> dict[str, Any]:
     if not dist.is_initialized():
         return {"plain": plain}
     shards = {name: train_and_prune(**case, shard=True) for name, case in CASES.items()}
-    result = {"plain": plain, "shard": shards, "guards": guards()}
+    from distributed import fsdp
+
+    result = {
+        "plain": plain,
+        "shard": shards,
+        "guards": guards(),
+        "fsdp": fsdp.divided_run(folder),
+        "checkpoint": fsdp.checkpointed_run(folder),
+        "folder": str(folder),
+    }
     model = fnn()
     optimizer = rlsprune.RLS(model)
     if dist.get_rank() > 0:

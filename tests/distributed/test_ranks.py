@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed import launch, scenarios
+from distributed import fsdp, launch, scenarios
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,23 @@ def test_shards_hold_the_state_once(two: Any) -> None:
 def test_ranks_that_differ_stop(two: Any, what: str, message: str) -> None:
     for rank in two:
         assert re.search(message, rank["guards"][what])
+
+
+def test_a_network_divided_by_fully_shard_trains_to_the_same_numbers(two: Any) -> None:
+    alone = fsdp.divided_run(Path())
+    assert sum(rank["fsdp"]["velocity"] for rank in two) == alone["velocity"]
+    for rank in two:
+        run = rank["fsdp"]
+        torch.testing.assert_close(run["weights"], alone["weights"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(run["inverse"], alone["inverse"], rtol=0, atol=1e-6)
+        assert "divided by fully_shard" in run["refused"]
+        torch.testing.assert_close(run["resumed"], run["went on"], rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_two_sharded_ranks_is_loaded_by_any_number(two: Any) -> None:
+    for run in (*(rank["checkpoint"] for rank in two), fsdp.loaded_run(Path(two[0]["folder"]))):
+        torch.testing.assert_close(run["loaded"], two[0]["checkpoint"]["saved"], rtol=0, atol=0)
+        assert run["history"] == two[0]["checkpoint"]["history"] != []
 
 
 def test_a_rank_that_vanishes_is_missed(two: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated
 
 import rich  # noqa: F401  # typer does without, the progress display does not: say so before a run, not in it
@@ -10,6 +11,7 @@ import typer
 
 import rlsprune
 from rlsprune.commands import compare, data, fit, pareto, report, run
+from rlsprune.distributed.session import joined, started_by_torchrun
 
 __all__ = ["app", "execute"]
 
@@ -56,7 +58,8 @@ def execute(arguments: Sequence[str]) -> int:
     """Runs a command; usage errors are shown here, all others are raised."""
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=list(arguments), prog_name="rlsprune", standalone_mode=False)
+        with joined() if started_by_torchrun() else nullcontext():
+            code = command.main(args=list(arguments), prog_name="rlsprune", standalone_mode=False)
     except Exception as error:
         show = getattr(error, "show", None)
         if show is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsprune.commands import options
+from rlsprune.distributed.session import started_by_torchrun
 from rlsprune.experiments.plan import COMPARED, PlannedRun
 from rlsprune.experiments.plan import comparison as plan_comparison
 from rlsprune.experiments.plan import sweep as plan_sweep
@@ -178,6 +179,8 @@ def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
 def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool) -> None:
     from rich.console import Console
 
+    if started_by_torchrun():
+        raise ValueError("torchrun is for `run` and `fit`: many runs go side by side with --jobs")
     from rlsprune.experiments.jobs import run_all
     from rlsprune.terminal import describe
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rlsprune.commands import folders, options
+from rlsprune.distributed.session import leads
 from rlsprune.experiments.config import AUGMENTS, RLS_DEFAULTS
 from rlsprune.experiments.registry import OPTIMIZERS
 from rlsprune.own.config import LEARNING_RATES, FitConfig, make_fit_config
@@ -123,19 +124,22 @@ def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorbo
     from rlsprune.own.run import missing_onnx_packages
     from rlsprune.report import write_report
     from rlsprune.terminal import observer
-    from rlsprune.train.folder import RunFolder
 
+    quiet = quiet or not leads()
     if missing := missing_onnx_packages():
         typer.echo(
             f'No model.onnx will be written: {", ".join(missing)} not installed; pip install "rlsprune[onnx]"', err=True
         )
-    folder = RunFolder(path)
+    folder = folders.open_folder(path)
+    logs = path / "tensorboard" if tensorboard and leads() else None
     try:
-        summary = run_fit(config, folder, observer(quiet or as_json, path / "tensorboard" if tensorboard else None))
+        summary = run_fit(config, folder, observer(quiet or as_json, logs))
     except KeyboardInterrupt:
         if folder.started:
             typer.echo(f"Go on with: rlsprune fit --resume {shlex.quote(str(path))}", err=True)
         raise
+    if not leads():
+        return
     write_report([path], path / "report.html")
     if as_json:
         typer.echo(json.dumps(summary))

@@ -4,14 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-__all__ = ["new_folder", "refuse_other_options"]
+from rlsprune.distributed.session import leads, started_by_torchrun
+
+if TYPE_CHECKING:
+    from rlsprune.train.folder import RunFolder
+
+__all__ = ["new_folder", "open_folder", "refuse_other_options"]
 
 
 def new_folder(name: str, out: Path | None) -> Path:
-    """The folder that was asked for, which must not hold a run, or the first of the default's that is free."""
+    """The folder that was asked for, which must not hold a run, or the first of the default's that is free.
+
+    Of several processes, rank 0 chooses.
+    """
+    if not started_by_torchrun():
+        return _choose(name, out)
+    from rlsprune.distributed.ranks import find_ranks
+
+    ranks = find_ranks()
+    chosen = _choose(name, out) if leads() else Path()
+    return chosen if ranks is None else ranks.first(chosen)
+
+
+def open_folder(path: Path) -> RunFolder:
+    """A run's folder, which only one of several processes writes."""
+    from rlsprune.train.folder import FollowedFolder, RunFolder
+
+    return RunFolder(path) if leads() else FollowedFolder(path)
+
+
+def _choose(name: str, out: Path | None) -> Path:
     from rlsprune.train.folder import RunFolder
 
     if out is not None:

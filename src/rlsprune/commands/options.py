@@ -134,6 +134,8 @@ def resolve(
     """The fields of a run's config that depend on the machine."""
     import torch
 
+    jobs *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes on this machine
+
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=chosen)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsprune.commands import folders, options
+from rlsprune.distributed.session import leads
 from rlsprune.experiments.config import RunConfig, make_config
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ __all__ = ["EXAMPLES", "run"]
 
 EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
 `rlsprune run mnist-fnn --preset paper --method rls-paper --seed 1` ·
-`rlsprune run --resume runs/digits-fnn-rls-seed0`"""
+`rlsprune run --resume runs/digits-fnn-rls-seed0` ·
+`torchrun --nproc-per-node 2 -m rlsprune run` (each process takes its share of every batch)"""
 
 _WITH_RESUME = {"resume", "data_dir", "tensorboard", "quiet", "as_json"}
 
@@ -89,25 +91,26 @@ def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool, tensorbo
     from rlsprune.experiments.run import run as run_experiment
     from rlsprune.report import write_report
     from rlsprune.terminal import describe, observer
-    from rlsprune.train.folder import RunFolder
 
-    folder = RunFolder(path)
+    folder = folders.open_folder(path)
+    quiet = quiet or not leads()
     if folder.finished:
         summary = folder.read_json("summary")
-        if not as_json:
+        if not as_json and leads():
             typer.echo(f"{path} is finished. {describe(summary)}")
     else:
         try:
-            summary = run_experiment(
-                config, folder, observer(quiet or as_json, path / "tensorboard" if tensorboard else None)
-            )
+            logs = path / "tensorboard" if tensorboard and leads() else None
+            summary = run_experiment(config, folder, observer(quiet or as_json, logs))
         except KeyboardInterrupt:
             if folder.started:
                 typer.echo(f"Go on with: rlsprune run --resume {shlex.quote(str(path))}", err=True)
             raise
+        if not leads():
+            return
         _draw_pixels(config, folder, summary)
         write_report([path], path / "report.html")
-    if as_json:
+    if as_json and leads():
         typer.echo(json.dumps(summary))
     elif not quiet:
         page = path / "report.html"

@@ -17,6 +17,7 @@ from rlsprune.data.batches import Augment
 from rlsprune.data.datasets import Dataset
 from rlsprune.data.errors import DataError
 from rlsprune.data.folders import Channels, read_image_folder
+from rlsprune.distributed.session import leads
 from rlsprune.experiments.config import HELD_OUT_SHARE
 from rlsprune.optim.rls import RLS
 from rlsprune.own.config import FitConfig
@@ -56,7 +57,7 @@ def fit(config: FitConfig, folder: RunFolder, observer: Observer | None = None) 
     recipe = make_own_recipe(config, loaded)
     summary = folder.read_json("summary") if folder.finished else train_and_prune(recipe, folder, observer)
     onnx = folder.path / "model.onnx"
-    if not onnx.exists() and not missing_onnx_packages():
+    if leads() and not onnx.exists() and not missing_onnx_packages():
         model = io.load(folder.model, into=recipe.build_model())
         io.export_onnx(model, recipe.example(2), onnx)
     return summary

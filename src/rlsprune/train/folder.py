@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import nn
 
+from rlsprune import io
 from rlsprune.files import FileError, make_folder, read_text, replacing, storing
 from rlsprune.lock import exclusive
 from rlsprune.train.checkpoints import Checkpoints
 
-__all__ = ["RunFolder"]
+__all__ = ["FollowedFolder", "RunFolder"]
 
 _HALF_WRITTEN = re.compile(r"\.(config|environment|metrics|events|summary|model)\.[0-9a-f]{12}\.(jsonl?|safetensors)")
 
@@ -120,6 +121,11 @@ class RunFolder:
         """
         return self._checkpoints.load(into)
 
+    def save_model(self, model: nn.Module, metadata: Mapping[str, Any]) -> None:
+        """Writes the final model."""
+        with storing(self.model):
+            io.save(model, self.model, metadata=metadata)
+
     def drop_old_checkpoints(self) -> None:
         """Keeps only the newest: the run is over."""
         self._checkpoints.keep_newest()
@@ -142,3 +148,24 @@ class RunFolder:
         if not isinstance(content, dict):
             raise FileError(self.path / name, "it holds no JSON object", remedy)
         return content
+
+
+class FollowedFolder(RunFolder):
+    """A folder that another process of the same run writes: this one reads it and leaves all writing to that one."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The other process holds the lock."""
+        yield
+
+    def save_checkpoint(self, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def save_model(self, model: nn.Module, metadata: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def drop_old_checkpoints(self) -> None:
+        """Nothing."""
+
+    def _write(self, name: str, text: str) -> None:
+        """Nothing."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 
 from rlsprune.train.method import Method
+from rlsprune.train.share import Share
 
 __all__ = ["LOSSES", "Batch", "EpochLoss", "Evaluation", "Loss", "evaluate", "mean_squared_error", "train_epoch"]
 
@@ -20,6 +21,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and labels."""
+
+ALONE = Share()
+"""Everything, in one process."""
 
 
 def mean_squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -55,6 +59,7 @@ def train_epoch(
     loss_function: Loss,
     method: Method,
     on_batch: Callable[[int, Tensor], None] = lambda number, loss: None,
+    share: Share = ALONE,
 ) -> EpochLoss:
     """Trains one epoch.
 
@@ -66,6 +71,7 @@ def train_epoch(
         method: Gets its say before and after each step.
         on_batch: Told the number of batches done and the loss of the last, which it had better not look at each time
             on an accelerator.
+        share: Which part of each batch is this process's.
 
     Raises:
         FloatingPointError: The epoch's loss is not finite.
@@ -73,20 +79,23 @@ def train_epoch(
     model.train()
     seen = 0
     sums: list[Tensor] = []  # read once at the end: looking at each would make the host wait for an accelerator
-    for number, (inputs, labels) in enumerate(batches, 1):
+    for number, batch in enumerate(batches, 1):
+        inputs, labels, weight = share.of_batch(*batch)
         loss = loss_function(model(inputs), labels)
+        if weight != 1:
+            loss = weight * loss
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         method.after_backward()
         optimizer.step()
         method.after_step()
         last = loss.detach()
-        sums.append(last * len(labels))
-        seen += len(labels)
+        sums.append(last * len(batch[1]))
+        seen += len(batch[1])
         on_batch(number, last)
     if not sums:
         raise ValueError("there is no batch to train on: take more training images or a smaller batch_size")
-    losses = EpochLoss(_total(sums) / seen, float(last))
+    losses = EpochLoss(*share.means([_total(sums) / seen, float(last)]))
     if not math.isfinite(losses.mean):
         raise FloatingPointError(
             f"the training loss is {losses.mean}: the training diverged; lower the learning rate, or look at the data"
@@ -95,19 +104,20 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], loss_function: Loss) -> Evaluation:
+def evaluate(model: nn.Module, batches: Iterable[Batch], loss_function: Loss, share: Share = ALONE) -> Evaluation:
     """Loss and precision, in evaluation mode; the mode is put back after."""
     was_training = model.training
     model.eval()
     losses, corrects, seen = [], [], 0
-    for inputs, labels in batches:
+    for inputs, labels in share.of_batches(batches):
         outputs = model(inputs)
         losses.append(loss_function(outputs, labels) * len(labels))
         corrects.append((outputs.argmax(-1) == labels).sum())
         seen += len(labels)
     model.train(was_training)
-    return Evaluation(_total(losses) / seen, 100 * _total(corrects) / seen)
+    loss, correct, images = share.totals([_total(losses), _total(corrects), seen])
+    return Evaluation(loss / images, 100 * correct / images)
 
 
 def _total(values: list[Tensor]) -> float:
-    return float(torch.stack(values).cpu().double().sum())  # on the CPU: Metal has no float64
+    return float(torch.stack(values).cpu().double().sum()) if values else 0.0  # on the CPU: Metal has no float64

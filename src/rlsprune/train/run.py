@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlsprune import io
 from rlsprune.data.batches import Batches
 from rlsprune.data.datasets import Split
-from rlsprune.files import FileError, storing
+from rlsprune.distributed.ranks import find_ranks
+from rlsprune.files import FileError
 from rlsprune.inputs import kept_inputs
 from rlsprune.profile import count, latency
 from rlsprune.prune.event import PruneEvent
@@ -28,6 +28,7 @@ from rlsprune.train.method import Retained
 from rlsprune.train.observer import Observer
 from rlsprune.train.recipe import Recipe
 from rlsprune.train.record import Record, health_rows, layer_rows, mean_image, tail, total_percent
+from rlsprune.train.share import Share
 
 __all__ = ["Run", "train_and_prune"]
 
@@ -65,9 +66,8 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
             current.epoch(observer)
     finally:
         observer.close()
-    summary = current.summary()
-    with storing(folder.model):
-        io.save(current.model, folder.model, metadata={"config": dict(recipe.config), "events": current.record.events})
+    summary = current.share.by_first(current.summary)
+    folder.save_model(current.model, {"config": dict(recipe.config), "events": current.record.events})
     folder.write_json("summary", summary)
     folder.drop_old_checkpoints()
     observer.end(summary)
@@ -87,6 +87,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe, self.folder, self.record, self.done = recipe, folder, Record(), 0
+        self.share = Share(find_ranks())
         self.data = recipe.data
         self.batches = recipe.training_batches(
             self.data.train, torch.Generator().manual_seed(recipe.seed), len(self.data.train)
@@ -94,7 +95,7 @@ class Run:
         self.example = recipe.example()
         self.model = recipe.build_model()
         self.unpruned = _Unpruned(count_retained(self.model, self.example), self._flops())
-        saved = folder.load_checkpoint(into=self.model)
+        saved = self._load_checkpoint()
         if saved is None:
             recipe.prepare(self.model)
         recipe.in_layout(self.model)
@@ -104,6 +105,7 @@ class Run:
         if saved is not None:
             with _fitting(folder):
                 self._restore(*saved)
+        self.network = self.share.wrapped(self.model)
         self._write_lines()
 
     def epoch(self, observer: Observer) -> None:
@@ -117,8 +119,9 @@ class Run:
             observer.batch(number, loss)
 
         losses = train_epoch(
-            self.model, self.optimizer, self._noisy(self.batches), self.recipe.loss, self.method, on_batch
+            self.network, self.optimizer, self._noisy(self.batches), self.recipe.loss, self.method, on_batch, self.share
         )
+        self.share.align(self.model)
         gate_loss = self._gate_loss(losses)
         test = self._evaluate(self.data.test)
         event = None if gate_loss is None else self.method.end_epoch(epoch, gate_loss)
@@ -143,6 +146,8 @@ class Run:
             }
         )
         self.done = epoch
+        self.share.changed(self.network)
+        self.share.verify(self.model, self.optimizer)
         self.folder.save_checkpoint(epoch, self.model, self._state())
         self._write_lines()
         observer.epoch(self.record.metrics[-1], counts)
@@ -203,7 +208,7 @@ class Run:
         self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
 
     def _evaluate(self, split: Split) -> Evaluation:
-        return evaluate(self.model, self.recipe.evaluation_batches(split), self.recipe.loss)
+        return evaluate(self.model, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
 
     def _noisy(self, batches: Batches) -> Iterator[Batch]:
         """As the network takes them in training."""
@@ -214,6 +219,18 @@ class Run:
                 kept = (torch.rand(inputs.shape) >= share).to(inputs.device)
                 inputs = inputs * kept / (1 - share)
             yield inputs, labels
+
+    def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""
+        ranks = self.share.ranks
+        if ranks is not None and ranks.rank > 0:
+            ranks.gather(None)
+        saved = self.folder.load_checkpoint(into=self.model)
+        if ranks is not None:
+            if ranks.rank == 0:
+                ranks.gather(None)
+            ranks.agree("the epoch to go on from", None if saved is None else saved[0])
+        return saved
 
     def _lr_factor(self, step: int) -> float:
         """Of the learning rate, at a step counted from the beginning of the run."""

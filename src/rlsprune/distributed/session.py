@@ -1,0 +1,36 @@
+"""Joining the processes that ``torchrun`` has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+__all__ = ["joined", "leads", "started_by_torchrun"]
+
+_TIMEOUT = timedelta(minutes=10)  # for the slowest thing that one rank does alone: writing, or measuring a latency
+
+
+def started_by_torchrun() -> bool:
+    """Whether this is one of several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def leads() -> bool:
+    """Whether this process speaks and writes for all: the only one, or rank 0."""
+    return not started_by_torchrun() or os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Within it, this process belongs to those that ``torchrun`` has started, each with a GPU of its own, if any."""
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    yield
+    # Not after an error: the others would have to be waited for.
+    dist.destroy_process_group()
