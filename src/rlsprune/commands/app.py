@@ -10,7 +10,7 @@ import rich  # noqa: F401  # typer does without, the progress display does not: 
 import typer
 
 import rlsprune
-from rlsprune.commands import compare, data, fit, pareto, report, run
+from rlsprune.commands import compare, data, fit, pareto, plan, report, run
 from rlsprune.distributed.session import joined, started_by_torchrun
 
 __all__ = ["app", "execute"]
@@ -36,6 +36,7 @@ app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
 app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
 app.command("pareto", epilog=pareto.EXAMPLES)(pareto.pareto)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(data.app, name="data")
 
 

@@ -18,8 +18,8 @@ __all__ = ["Check", "Team", "step_cost"]
 Check = tuple[str, Tensor]
 """What is checked, and a 0-dim bool on the device that says whether it holds."""
 
-# A rank-one update of P moves each entry through memory twice and a product reuses it: so many multiplications take as
-# long as the update of one entry. Measured by `rlsprune plan`'s cost model, and only the balance depends on it.
+# So many multiplications of a large product take as long as the update of one entry of P, which goes through memory:
+# about the ratio of the two speeds that `rlsprune plan` measures. Only the balance over the ranks depends on it.
 _UPDATE_COST = 16
 
 

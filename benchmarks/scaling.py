@@ -1,0 +1,148 @@
+"""What several processes give: state per rank, time per step and bytes sent, beside plain DistributedDataParallel.
+
+    python benchmarks/scaling.py [--network fnn|mini-vgg] [--batch 128] [--steps 20] [--ranks 1,2]
+
+Every rank is a process with one thread on this machine, talking through the loopback interface (gloo), and takes its
+share of the same batch. Times are medians of wall-clock steps as multiples of momentum SGD's under plain DDP on as many
+ranks, in the same processes one after the other; with fewer free cores than ranks they say nothing. Bytes are what one
+rank hands to collective operations in a step, before the backend's own algorithm multiplies them (by about 2 for a
+ring's all-reduce, by 1 for a broadcast).
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import CLASSES, fnn, mini_vgg, paper_loss
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+import rlsprune
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "fnn": (fnn, (1, 28, 28)),
+    "mini-vgg": (mini_vgg, (3, 32, 32)),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD momentum": lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "RLS": lambda model: rlsprune.RLS(model, lr=0.1),
+    "RLS, shard=True": lambda model: rlsprune.RLS(model, lr=0.1, shard=True),
+}
+
+
+class Counter:
+    """Bytes that this rank hands to collective operations."""
+
+    def __init__(self) -> None:
+        self.gradients = self.ours = 0
+
+    def hook(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's own all-reduce, counted."""
+        self.gradients += bucket.buffer().nbytes
+        return allreduce_hook(group, bucket)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Counts what RLS says to the other ranks in a step: sums, and the weights that this rank sends."""
+        ranks = getattr(optimizer, "ranks", None)
+        if ranks is None:
+            return
+        sum_, spread = ranks.sum_, ranks.spread
+
+        def counted_sum(tensor: Tensor) -> None:
+            self.ours += tensor.nbytes
+            sum_(tensor)
+
+        def counted_spread(parts: Sequence[Sequence[Tensor]]) -> None:
+            self.ours += sum(tensor.nbytes for tensor in parts[ranks.rank])
+            spread(parts)
+
+        ranks.sum_, ranks.spread = counted_sum, counted_spread
+
+
+def rank_main(network: str, batch: int, steps: int) -> None:
+    """One rank: prints a line per optimizer, if it is rank 0."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    build, shape = NETWORKS[network]
+    images = torch.rand(batch, *shape, generator=torch.Generator().manual_seed(0)).chunk(ranks)[rank]
+    labels = torch.randint(CLASSES, (batch,), generator=torch.Generator().manual_seed(0)).chunk(ranks)[rank]
+    baseline = 0.0
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(0)
+        counter = Counter()
+        model = DistributedDataParallel(build())
+        model.register_comm_hook(None, counter.hook)
+        optimizer = make(model)
+        times = []
+        counter.watch(optimizer)
+        for _ in range(steps + 2):
+            dist.barrier()
+            started = time.perf_counter()
+            optimizer.zero_grad()
+            paper_loss(model(images), labels).backward()
+            optimizer.step()
+            dist.barrier()
+            times.append(time.perf_counter() - started)
+        step = statistics.median(times[2:])
+        baseline = baseline or step
+        held = sum(t.nbytes for t in tensors(optimizer.state))
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, held)
+        if rank == 0:
+            state = " + ".join(f"{amount / 2**20:.1f}" for amount in everyone)
+            per_step = steps + 2
+            print(
+                f"{ranks:5} {name:16} {state:>15} {1000 * step:9.1f} {step / baseline:8.2f} "
+                f"{counter.gradients / per_step / 2**20:14.2f} {counter.ours / per_step / 2**20:9.3f}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def tensors(state: Any) -> list[Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(state, Tensor):
+        return [state]
+    parts = state.values() if hasattr(state, "values") else state if isinstance(state, list) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def main() -> None:
+    """Starts the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=NETWORKS, default="fnn")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ranks", default="1,2", help="how many processes, separated by commas")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(options.network, options.batch, options.steps)
+        return
+    print(f"{options.network}, global batch {options.batch}")
+    print("ranks optimizer        state/rank MiB   step ms  vs. SGD  gradients MiB  ours MiB")
+    for ranks in map(int, options.ranks.split(",")):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+        shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        processes = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(ranks)]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            sys.exit("a rank failed")
+
+
+if __name__ == "__main__":
+    main()

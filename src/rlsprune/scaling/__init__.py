@@ -1,0 +1,1 @@
+"""What RLS costs on big networks and many processes, computed before anything is run."""
