@@ -18,18 +18,18 @@ from rlsprune.commands.app import app
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:^(<!-- runs -->)\n)?^```(python|sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"(?:^<!-- (runs|file: \S+) -->\n)?^```(python|sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: Path, *kinds: str) -> list[tuple[str, str, bool]]:
-    """Kind and text of the page's blocks, and whether the commands in one are to be run here, in their order."""
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [(kind, text, bool(runs)) for runs, kind, text in found if kind in kinds]
+def blocks(page: Path, *kinds: str) -> list[tuple[str, str, str]]:
+    """Note, kind and text of the page's blocks. The note: commands are to be run here, or the block is a file."""
+    found: list[tuple[str, str, str]] = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [block for block in found if block[1] in kinds]
 
 
 def commands(text: str) -> list[list[str]]:
     """The arguments of the calls of rlsprune in a block for the shell."""
-    lines = (shlex.split(line, comments=True) for line in text.splitlines())
+    lines = (shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines())
     return [words[1:] for words in lines if words[:1] == ["rlsprune"]]
 
 
@@ -49,11 +49,13 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(tmp_path))
     names: dict[str, object] = {"__name__": "__main__"}
     printed = io.StringIO()
-    for kind, text, runs in blocks(page, "python", "sh", "text"):
+    for note, kind, text in blocks(page, "python", "sh", "text"):
         with contextlib.redirect_stdout(printed):
-            if kind == "python":
+            if note.startswith("file: "):
+                Path(note.removeprefix("file: ")).write_text(text, encoding="utf-8")
+            elif kind == "python":
                 exec(compile(text, str(page), "exec"), names)
-            elif runs:
+            elif note == "runs":
                 for arguments in commands(text):
                     # Tests run side by side: a second thread would wait for a core.
                     threads = ["--threads", "1"] if arguments[0] in ("run", "fit") else []
@@ -67,7 +69,7 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_commands_and_links_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     group = typer.main.get_command(app)
-    for _, block, _ in blocks(page, "sh"):
+    for _, _, block in blocks(page, "sh"):
         for name, *arguments in commands(block):
             command = group.commands[name]
             if hasattr(command, "commands"):

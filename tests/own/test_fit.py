@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import rlsprune
 from own.conftest import table, write_images
 from rlsprune.cli import main
 from rlsprune.own.config import FitConfig, make_fit_config
+from rlsprune.own.model import load_weights
+from rlsprune.own.run import load_own_data
 from rlsprune.train.folder import RunFolder
 
 QUICK = ["--epochs", "4", "--warmup-epochs", "0", "--threads", "1", "--quiet"]
@@ -104,31 +107,20 @@ def test_killed_run_is_resumed_to_the_same_weights(networks: Path, npz: Path, tm
     assert (broken / "model.onnx").is_file()
 
 
-def test_finished_run_gets_the_onnx_file_that_it_lacks(networks: Path, npz: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK]) == 0
-    (out / "model.onnx").unlink()
-    before = (out / "model.safetensors").stat().st_mtime_ns
-    assert main(["fit", "--resume", str(out), "--quiet"]) == 0
-    assert (out / "model.onnx").is_file()
-    assert (out / "model.safetensors").stat().st_mtime_ns == before
-
-
 def test_changed_data_are_not_gone_on_with(
     networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "run"
-    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK]) == 0
-    (x_train, y_train), (x_test, y_test) = table(200, 0), table(60, 1)
-    np.savez(npz, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
-    assert main(["fit", "--resume", str(out), "--quiet"]) == 3
+    config = replace(make_fit_config(f"{networks}:mlp", npz), classes=("0", "1", "2"), images=(220, 61))
+    RunFolder(tmp_path / "run").write_json("config", config.to_dict())
+    assert main(["fit", "--resume", str(tmp_path / "run"), "--quiet"]) == 3
     assert "changed since" in capsys.readouterr().err
+    assert load_own_data(replace(config, images=(220, 60))).classes == ("0", "1", "2")
 
 
 @pytest.mark.parametrize("kind", ["rlsprune", "safetensors", "pt", "checkpoint.pt"])
-def test_run_starts_from_the_weights_it_is_given(kind: str, networks: Path, npz: Path, tmp_path: Path) -> None:
+def test_weights_are_read_from_every_kind_of_file(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
-    source = mlp()
+    source, model = mlp(), mlp()
     path = tmp_path / f"given.{kind.replace('rlsprune', 'safetensors')}"
     if kind == "rlsprune":
         rlsprune.save(source, path)
@@ -136,7 +128,15 @@ def test_run_starts_from_the_weights_it_is_given(kind: str, networks: Path, npz:
         save_file(source.state_dict(), path)
     else:
         torch.save(source.state_dict() if kind == "pt" else {"state_dict": source.state_dict(), "epoch": 3}, path)
-    out = tmp_path / "run"
+    load_weights(model, path)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), source.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_run_starts_from_the_weights_it_is_given(networks: Path, npz: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    source, path, out = mlp(), tmp_path / "given.pt", tmp_path / "run"
+    torch.save(source.state_dict(), path)
     # At such a learning rate the weights stay what they were.
     options = ["--weights", str(path), "--no-prune", "--lr", "1e-12", "--optimizer", "adamw", "--epochs", "1"]
     assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *options, "--quiet"]) == 0
@@ -203,6 +203,28 @@ def test_weights_that_do_not_fit(
     options = ["--weights", str(path), "--out", str(tmp_path / "run"), *QUICK]
     fails(capsys, [f"{networks}:mlp", "--data", str(npz), *options], 2, said, str(path))
     assert not (tmp_path / "run").exists()
+
+
+def test_interrupt_ends_with_the_command_that_resumes(
+    networks: Path, npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlsprune.train.run.Run.epoch", interrupted)
+    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK]) == 130
+    assert f"rlsprune fit --resume {out}" in capsys.readouterr().err
+    assert main(["run", "--resume", str(out)]) == 2
+    assert f"rlsprune fit --resume {out}" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["fit", "--resume", str(out), "--quiet"]) == 0
+    (out / "model.onnx").unlink()
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    assert main(["fit", "--resume", str(out), "--quiet"]) == 0
+    assert (out / "model.onnx").is_file(), "a finished run gets what it lacks"
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,7 @@ def test_preview_shows_what_prune_does_and_changes_nothing() -> None:
     assert not pruner.history
     event = pruner.prune()
     assert (event.removed, event.layers, event.params_after) == (preview.removed, preview.layers, preview.params_after)
+    assert str(preview).replace("would be pruned", "pruned") == str(event)
 
 
 def test_copies_shrink_with_the_model() -> None:

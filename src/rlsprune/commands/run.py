@@ -120,7 +120,10 @@ def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool, tensorbo
 def _resumed(path: Path, data_dir: Path | None) -> RunConfig:
     from rlsprune.train.folder import RunFolder
 
-    config = RunConfig.from_dict(RunFolder(path).read_json("config"))
+    values = RunFolder(path).read_json("config")
+    if "import_from" in values:
+        raise ValueError(f"{path} holds a run of `rlsprune fit`: go on with `rlsprune fit --resume {path}`")
+    config = RunConfig.from_dict(values)
     return config if data_dir is None else replace(config, data_dir=str(data_dir))
 
 
