@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """Also: what is shown as printed (but for its first line, which may hold a loss) is printed, and pruning prunes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    if "init_process_group" in page.read_text(encoding="utf-8"):
+        # As torchrun sets them for a single process; the port is any that is free.
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
     names: dict[str, object] = {"__name__": "__main__"}
     printed = io.StringIO()
     for note, kind, text in blocks(page, "python", "sh", "text"):

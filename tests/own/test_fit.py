@@ -21,7 +21,7 @@ from own.conftest import table, write_images
 from rlsprune.cli import main
 from rlsprune.own.config import FitConfig, make_fit_config
 from rlsprune.own.model import load_weights
-from rlsprune.own.run import load_own_data
+from rlsprune.own.run import load_own_data, make_own_recipe
 from rlsprune.train.folder import RunFolder
 
 QUICK = ["--epochs", "4", "--warmup-epochs", "0", "--threads", "1", "--quiet"]
@@ -142,6 +142,23 @@ def test_run_starts_from_the_weights_it_is_given(networks: Path, npz: Path, tmp_
     assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *options, "--quiet"]) == 0
     for name, tensor in source.state_dict().items():
         assert torch.allclose(load_file(out / "model.safetensors")[name], tensor, atol=1e-6)
+
+
+def test_precision_of_the_given_weights_is_told(networks: Path, npz: Path, tmp_path: Path) -> None:
+    """The classes differ in one feature each: these weights find nearly all of them."""
+    model, path = mlp(), tmp_path / "given.pt"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for label in range(3):
+            model[0].weight[label, label] = model[2].weight[label, label] = 1
+    torch.save(model.state_dict(), path)
+    config = make_fit_config(f"{networks}:mlp", npz, weights=path)
+    inputs, labels = table(60, 1)
+    found = 100 * np.mean(inputs[:, :3].argmax(1) == labels)
+    assert make_own_recipe(config, load_own_data(config)).title["given_precision"] == pytest.approx(found)
+    plain = replace(config, weights=None)
+    assert "given_precision" not in make_own_recipe(plain, load_own_data(plain)).title
 
 
 def test_config_comes_back_from_json(npz: Path) -> None:

@@ -144,5 +144,7 @@ def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorbo
     if as_json:
         typer.echo(json.dumps(summary))
     elif not quiet:
+        if "given_precision" in summary:
+            typer.echo(f"Precision of the given weights: {summary['given_precision']:.2f} %")
         written = [name for name in ("model.safetensors", "model.onnx", "report.html") if (path / name).exists()]
         typer.echo(f"In {path}: {', '.join(written)}")

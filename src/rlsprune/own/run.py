@@ -23,7 +23,7 @@ from rlsprune.optim.rls import RLS
 from rlsprune.own.config import FitConfig
 from rlsprune.own.model import find_builder, find_layout, load_weights
 from rlsprune.train.folder import RunFolder
-from rlsprune.train.loop import LOSSES
+from rlsprune.train.loop import LOSSES, evaluate
 from rlsprune.train.observer import Observer
 from rlsprune.train.pruning import RLSPruning
 from rlsprune.train.recipe import Recipe
@@ -113,8 +113,6 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
 
     model = build_model()
     layout = find_layout(model, loaded, config.experiment)
-    if config.weights is not None:
-        load_weights(model, Path(config.weights))
 
     def prepare(model: nn.Module) -> None:
         if config.weights is not None:
@@ -133,7 +131,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         return RLSPruning(model, optimizer, example, config.pruning, config.epochs, config.warmup_epochs)
 
     values = replace(config, classes=loaded.classes, images=_counts(loaded)).to_dict()
-    return Recipe(
+    recipe = Recipe(
         config=values,
         title={**{name: values[name] for name in _TITLE}, "preset": "own"},
         data=loaded,
@@ -151,3 +149,8 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         augment=cast(Augment | None, config.augment),
         training=config.training,
     )
+    if config.weights is None:
+        return recipe
+    prepare(model)  # also: weights that do not fit are found before anything is written
+    given = evaluate(model, recipe.evaluation_batches(loaded.test), recipe.loss)
+    return replace(recipe, title={**recipe.title, "given_precision": given.precision})
