@@ -161,10 +161,25 @@ def test_precision_of_the_given_weights_is_told(networks: Path, npz: Path, tmp_p
     assert "given_precision" not in make_own_recipe(plain, load_own_data(plain)).title
 
 
+@pytest.mark.parametrize(("given", "rate"), [(None, 0.1), (0.7, 0.7)])
+def test_batch_norm_is_trained_at_the_lower_rate_unless_another_is_given(
+    given: float | None, rate: float, networks: Path, tmp_path: Path
+) -> None:
+    write_images(tmp_path / "photos", 5)
+    config = make_fit_config(f"{networks}:cnn", tmp_path / "photos", lr=given)
+    assert make_own_recipe(config, load_own_data(config)).config["lr"] == rate
+
+
+def test_network_without_batch_norm_is_trained_faster(networks: Path, npz: Path) -> None:
+    config = make_fit_config(f"{networks}:mlp", npz)
+    recipe = make_own_recipe(config, load_own_data(config))
+    assert recipe.config["lr"] == 0.3
+    assert recipe.build_optimizer(mlp()).param_groups[0]["lr"] == 0.3
+
+
 def test_config_comes_back_from_json(npz: Path) -> None:
     config = make_fit_config("nets:mlp", npz, weights="w.pt", optimizer="adamw", image_size=32)
     assert FitConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert make_fit_config("nets:mlp", npz, weights="w.pt").lr < make_fit_config("nets:mlp", npz).lr
 
 
 def fails(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, *said: str) -> None:

@@ -13,7 +13,7 @@ from rlsprune.commands import folders, options
 from rlsprune.distributed.session import leads
 from rlsprune.experiments.config import AUGMENTS, RLS_DEFAULTS
 from rlsprune.experiments.registry import OPTIMIZERS
-from rlsprune.own.config import LEARNING_RATES, FitConfig, make_fit_config
+from rlsprune.own.config import BATCH_NORM_RATE, LEARNING_RATES, FitConfig, make_fit_config
 
 __all__ = ["EXAMPLES", "fit"]
 
@@ -24,6 +24,7 @@ EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a s
 
 _WITH_RESUME = {"resume", "tensorboard", "quiet", "as_json"}
 _RATES = "; ".join(f"{name} {scratch:g}, with --weights {tuned:g}" for name, (scratch, tuned) in LEARNING_RATES.items())
+_RATES += f"; rls with batch norm {BATCH_NORM_RATE:g}"
 
 
 def fit(
@@ -44,7 +45,10 @@ def fit(
         Path | None, typer.Option("--weights", help="Start from these weights: a .safetensors or .pt file.")
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help=f"One of {', '.join(OPTIMIZERS)}.")] = "rls",
-    lr: Annotated[float | None, typer.Option("--lr", help=f"Learning rate. Default: {_RATES}.")] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option("--lr", help=f"Learning rate. Default: {_RATES}."),
+    ] = None,
     target: Annotated[
         float | None, typer.Option("--target", help="The share of the parameters at which pruning ends.")
     ] = RLS_DEFAULTS.target,

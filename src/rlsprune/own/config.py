@@ -15,6 +15,8 @@ __all__ = ["FitConfig", "make_fit_config"]
 
 LEARNING_RATES = {"rls": (0.3, 0.1), "adamw": (1e-3, 1e-3), "sgd": (0.1, 0.01)}
 """From scratch, and from pretrained weights; measured in docs/settings.md."""
+BATCH_NORM_RATE = 0.1
+"""The highest default of RLS for a network with batch norm."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class FitConfig:
     data: str
     weights: str | None
     optimizer: str
-    lr: float
+    lr: float | None
+    """None until the network is known: what suits it, the optimizer and the weights."""
     loss: str
     gate: str
     seed: int
@@ -56,7 +59,7 @@ class FitConfig:
             _check(name, getattr(self, name), getattr(self, name) in choices, f"one of {', '.join(choices)}")
         _check("augment", self.augment, self.augment in (None, *AUGMENTS), f"one of {', '.join(AUGMENTS)}")
         _check("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")
-        _check("lr", self.lr, self.lr > 0, "above 0")
+        _check("lr", self.lr, self.lr is None or self.lr > 0, "above 0")
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
             _check(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
         _check("image_size", self.image_size, self.image_size is None or self.image_size >= 1, "at least 1")
@@ -113,7 +116,7 @@ def make_fit_config(
         data: A folder of images or an .npz file.
         weights: A file to start from.
         optimizer: "rls", "adamw" or "sgd".
-        lr: None for what suits the optimizer, lower with `weights`.
+        lr: None for what suits the optimizer and the network, lower with `weights`.
         ratio: ξ, the share of a layer that may go at an event.
         target: The share of the parameters at which pruning ends.
         epochs: In all.
@@ -126,9 +129,8 @@ def make_fit_config(
     _check("optimizer", optimizer, optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
     file, colon, function = model.rpartition(":")
     absolute = f"{Path(file).absolute()}{colon}{function}" if file.endswith(".py") else model
-    pretrained = weights is not None
     if warmup_epochs is None:
-        warmup_epochs = 1 if pretrained else max(1, epochs // 10)
+        warmup_epochs = max(1, epochs // 10) if weights is None else 1
     return FitConfig(
         **{
             "experiment": model,
@@ -138,7 +140,7 @@ def make_fit_config(
             "data": str(Path(data).absolute()),
             "weights": None if weights is None else str(Path(weights).absolute()),
             "optimizer": optimizer,
-            "lr": LEARNING_RATES[optimizer][pretrained] if lr is None else lr,
+            "lr": lr,
             "loss": "cross-entropy",
             "gate": RLS_DEFAULTS.gate,
             "seed": 0,

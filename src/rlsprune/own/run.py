@@ -20,7 +20,7 @@ from rlsprune.data.folders import Channels, read_image_folder
 from rlsprune.distributed.session import leads
 from rlsprune.experiments.config import HELD_OUT_SHARE
 from rlsprune.optim.rls import RLS
-from rlsprune.own.config import FitConfig
+from rlsprune.own.config import BATCH_NORM_RATE, LEARNING_RATES, FitConfig
 from rlsprune.own.model import find_builder, find_layout, load_weights
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import LOSSES, evaluate
@@ -113,6 +113,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
 
     model = build_model()
     layout = find_layout(model, loaded, config.experiment)
+    lr = _default_rate(config, model) if config.lr is None else config.lr
 
     def prepare(model: nn.Module) -> None:
         if config.weights is not None:
@@ -120,17 +121,17 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
 
     def build_optimizer(model: nn.Module) -> Optimizer:
         if config.optimizer == "rls":
-            return RLS(model, lr=config.lr, fallback_lr=min(0.1, config.lr))
+            return RLS(model, lr=lr, fallback_lr=min(0.1, lr))
         if config.optimizer == "sgd":
-            return SGD(model.parameters(), lr=config.lr, momentum=0.9, weight_decay=1e-4)
-        return AdamW(model.parameters(), lr=config.lr)
+            return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+        return AdamW(model.parameters(), lr=lr)
 
     def build_method(model: nn.Module, optimizer: Optimizer, example: torch.Tensor) -> NoPruning:
         if config.method == "none":
             return NoPruning(model, example)
         return RLSPruning(model, optimizer, example, config.pruning, config.epochs, config.warmup_epochs)
 
-    values = replace(config, classes=loaded.classes, images=_counts(loaded)).to_dict()
+    values = replace(config, lr=lr, classes=loaded.classes, images=_counts(loaded)).to_dict()
     recipe = Recipe(
         config=values,
         title={**{name: values[name] for name in _TITLE}, "preset": "own"},
@@ -154,3 +155,9 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
     prepare(model)  # also: weights that do not fit are found before anything is written
     given = evaluate(model, recipe.evaluation_batches(loaded.test), recipe.loss)
     return replace(recipe, title={**recipe.title, "given_precision": given.precision})
+
+
+def _default_rate(config: FitConfig, model: nn.Module) -> float:
+    rate = LEARNING_RATES[config.optimizer][config.weights is not None]
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return min(rate, BATCH_NORM_RATE) if config.optimizer == "rls" and normed else rate
