@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 
 def complement(size: int, gone: Tensor) -> Tensor:
@@ -28,6 +31,11 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
 def exact(tensor: Tensor) -> Tensor:
     """The tensor in float64, on the CPU where its device has none."""
     return tensor.to(torch.device("cpu") if tensor.device.type == "mps" else tensor.device).double()
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, autocast does nothing."""
+    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
 
 
 def is_sharded(tensor: Tensor) -> bool:

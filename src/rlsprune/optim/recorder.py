@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from rlsprune._tensors import full_precision
 from rlsprune.optim.functional import host_waits
 from rlsprune.optim.layers import Layer, mean_input
 
@@ -103,7 +104,7 @@ class Recorder:
         if leaf is None or not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
         self.groups = getattr(layer, "groups", 1)
-        with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+        with torch.no_grad(), full_precision(inputs.device):
             mean, rows = mean_input(layer, inputs.detach(), self.precision(layer.weight))
         kept = inputs.detach() if self._worth_keeping(layer, inputs, output, rows) else None
         output.register_hook(_Arrival(self, leaf, mean, rows, kept))  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rlsprune._arguments import check_argument
 from rlsprune._model import unwrap
-from rlsprune._tensors import forget_compiled_code, is_sharded, local, placed_like
+from rlsprune._tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
 from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.health import LayerHealth, layer_health
@@ -202,9 +202,8 @@ class RLS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._faults.report()
-        device = self.param_groups[0]["params"][0].device.type
         try:
-            with torch.autocast(device, enabled=False):  # P is never touched in half precision
+            with full_precision(self.param_groups[0]["params"][0].device):  # P is never touched in half precision
                 self._step()
         finally:
             for recorder in self._recorders.values():

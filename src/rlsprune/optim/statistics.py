@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsprune._arguments import check_argument
-from rlsprune._tensors import exact, forget_compiled_code
+from rlsprune._tensors import exact, forget_compiled_code, full_precision
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.optim import functional
 from rlsprune.optim.inverse import DenseInverse, Inverse, from_rows
@@ -118,7 +118,7 @@ class InputStatistics:
     def observe(self, name: str, layer: Layer, inputs: Tensor) -> None:
         """Called after a forward of a layer."""
         if self._everything or (self.active and layer.training and torch.is_grad_enabled()):
-            with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+            with torch.no_grad(), full_precision(inputs.device):
                 self._collectors[name].add(layer, inputs.detach(), _MANY_ROWS if self._everything else _BATCH_ROWS)
 
 
