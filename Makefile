@@ -34,7 +34,7 @@ test: lint
 
 test-all: lint
 	@command -v chromedriver >/dev/null || echo "The report page is not tested in a browser: apt-get install chromium chromium-driver"
-	$(PIP_INSTALL) -e ".[dev,benchmarks]"
+	$(PIP_INSTALL) -e ".[dev,benchmarks,ray]"
 	$(BIN)/pytest -n auto --cov --cov-report=term
 
 docs: $(BIN)/pip

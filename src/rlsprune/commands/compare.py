@@ -23,7 +23,8 @@ __all__ = ["COMPARE_EXAMPLES", "SWEEP_EXAMPLES", "compare", "sweep"]
 
 COMPARE_EXAMPLES = """Examples: `rlsprune compare digits-fnn --jobs 2` ·
 `rlsprune compare mnist-fnn --seeds 0,1,2 --methods rls,l1-norm`"""
-SWEEP_EXAMPLES = "Example: `rlsprune sweep digits-fnn --method rls-paper --epochs 60`"
+SWEEP_EXAMPLES = """Examples: `rlsprune sweep digits-fnn --method rls-paper --epochs 60` ·
+`RAY_ADDRESS=head:6379 rlsprune sweep mnist-fnn --ray --out /shared/sweep`"""
 
 
 def compare(
@@ -115,6 +116,9 @@ def sweep(
     device: options.Device = None,
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="On a Ray cluster (RAY_ADDRESS, or a local one) that shares the folder.")
+    ] = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Prune at several ratios ξ and draw the paper's three panels. Finished runs are kept."""
@@ -138,7 +142,7 @@ def sweep(
         augment=augment,
         **machine,
     )
-    _run(runs, jobs, quiet)
+    _run(runs, jobs, quiet, on_ray=ray)
 
     from rlsprune.experiments.figures import draw_sweep
     from rlsprune.report import write_report
@@ -176,7 +180,7 @@ def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
     return found
 
 
-def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool) -> None:
+def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool, on_ray: bool = False) -> None:
     from rich.console import Console
 
     if started_by_torchrun():
@@ -193,8 +197,18 @@ def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool) -> None:
         note = " (finished before)" if before else ""
         console.print(f"{done}/{len(runs)} {run.folder.name}{note}: {describe(summary)}")
 
-    with _status(console, f"{len(runs)} runs, {jobs} at a time"):
-        run_all(runs, jobs, report)
+    if not on_ray:
+        with _status(console, f"{len(runs)} runs, {jobs} at a time"):
+            run_all(runs, jobs, report)
+        return
+    from rlsprune.experiments.cluster import RayTasks
+
+    tasks = RayTasks()
+    try:
+        with _status(console, f"{len(runs)} runs on a Ray cluster"):
+            run_all(runs, tasks.slots, report, tasks)
+    finally:
+        tasks.close()
 
 
 def _status(console: Console, text: str) -> Any:

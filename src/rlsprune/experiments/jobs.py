@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlsprune.experiments.config import RunConfig
 from rlsprune.experiments.plan import PlannedRun
 from rlsprune.train.folder import RunFolder
 
-__all__ = ["RunFailedError", "run_all"]
+__all__ = ["RunFailedError", "Runner", "check_result", "run_all"]
 
 Done = Callable[[PlannedRun, dict[str, Any], bool], None]
 """Called with a run, its summary, and whether it had been finished before."""
@@ -24,13 +24,28 @@ class RunFailedError(RuntimeError):
     """A run of several ended with an error."""
 
 
-def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done) -> None:
+class Runner(Protocol):
+    """Where runs are executed."""
+
+    def execute(self, run: PlannedRun) -> None:
+        """Runs one to its end, in the calling thread's time.
+
+        Raises:
+            RunFailedError: It failed.
+        """
+
+    def end(self) -> None:
+        """Ends all that are under way."""
+
+
+def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | None = None) -> None:
     """Runs everything that is not finished yet, `jobs` at a time.
 
     Args:
         runs: In the order in which they are started; a run may wait for an earlier one.
         jobs: How many at a time.
         done: Told about each run, in the order in which they end.
+        runner: Where they are executed; None for processes on this machine.
 
     Raises:
         ValueError: A folder holds a run with other settings.
@@ -45,7 +60,7 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done) -> None:
             done(run, folder.read_json("summary"), True)
         else:
             waiting.append(run)
-    processes = _Processes()
+    runner = runner or _Processes()
     with ThreadPoolExecutor(jobs) as pool:
         active: dict[Future[None], PlannedRun] = {}
         try:
@@ -53,13 +68,13 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done) -> None:
                 for run in [run for run in waiting if run.after is None or RunFolder(run.after).finished]:
                     if len(active) < jobs:
                         waiting.remove(run)
-                        active[pool.submit(processes.execute, run)] = run
+                        active[pool.submit(runner.execute, run)] = run
                 for future in wait(active, return_when=FIRST_COMPLETED).done:
                     run = active.pop(future)
                     future.result()
                     done(run, RunFolder(run.folder).read_json("summary"), False)
         except BaseException:
-            processes.end()
+            runner.end()
             raise
 
 
@@ -98,8 +113,7 @@ class _Processes:
             code = process.wait()
         with self._lock:
             self._running.discard(process)
-        if code:
-            raise RunFailedError(f"the run in {run.folder} failed with exit code {code}: {_last_line(log)}")
+        check_result(run, code)
 
     def end(self) -> None:
         """Ends all."""
@@ -107,6 +121,13 @@ class _Processes:
             self._ended = True
             for process in self._running:
                 process.terminate()
+
+
+def check_result(run: PlannedRun, code: int) -> None:
+    """Says what went wrong with a run that ended with this exit code, if anything did."""
+    if code:
+        last = _last_line(run.folder / "log.txt")
+        raise RunFailedError(f"the run in {run.folder} failed with exit code {code}: {last}")
 
 
 def _last_line(log: Path) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from rlsprune._tensors import full_precision
+from rlsprune.optim.compiled import enlist, exporting, with_gradient_noticed
 from rlsprune.optim.functional import host_waits
 from rlsprune.optim.layers import Layer, mean_input
 
@@ -123,6 +124,21 @@ class Recorder:
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         )
 
+    def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
+        """As :meth:`observe` and the gradient after it, in one: what compiled code calls."""
+        self.groups = getattr(layer, "groups", 1)
+        with torch.no_grad(), full_precision(inputs.device):
+            mean, rows = mean_input(layer, inputs, self.precision(layer.weight))
+        batch = None
+        if self._worth_keeping(layer, inputs, delta, rows):
+            # Copies: compiled code uses its buffers again.
+            batch = (
+                inputs.reshape(-1, inputs.shape[-1]).clone(),
+                delta.reshape(-1, delta.shape[-1]).clone(),
+            )
+        leaf = layer.weight if layer.weight.requires_grad or layer.bias is None else layer.bias
+        self.commit(leaf.grad is None, mean, rows, batch)
+
     def commit(self, grad_is_none: bool, mean: Tensor, rows: int, batch: tuple[Tensor, Tensor] | None) -> None:
         """Adds a batch whose gradient has arrived.
 
@@ -169,20 +185,30 @@ class ForwardHook:
     Copied or pickled together with its optimizer it serves the copy; a copy of the model alone gets an idle hook.
     """
 
-    def __init__(self, recorder: Recorder | None) -> None:
+    def __init__(self, recorder: Recorder | None, layer: Layer | None = None) -> None:
         self._recorder = None if recorder is None else weakref.ref(recorder)
+        self._number: int | None = None
+        if layer is not None:
+            self.__setstate__(layer)
 
-    def __reduce__(self) -> tuple[type[ForwardHook], tuple[Recorder | None]]:
-        return ForwardHook, (None if self._recorder is None else self._recorder(),)
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[Recorder | None], Layer | None]:
+        # The layer comes last, as a state: it holds this hook itself.
+        return ForwardHook, (None if self._recorder is None else self._recorder(),), self._layer()
 
-    def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        """Hands the layer's input and output to the recorder."""
+    def __setstate__(self, layer: Layer) -> None:
+        self._layer = weakref.ref(layer)
         recorder = None if self._recorder is None else self._recorder()
-        if recorder is not None and not _exporting():
-            recorder.observe(layer, args[0] if args else kwargs["input"], output)
+        if recorder is not None:
+            self._number = enlist(recorder, layer)
 
-
-def _exporting() -> bool:
-    """Whether torch.export runs the model on tensors without values, of which nothing can be learnt."""
-    exporting: bool = getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 does not have it
-    return exporting
+    def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        """Hands the layer's input and output to the recorder; in compiled code the output returned replaces its own."""
+        if self._number is None or exporting():
+            return None
+        inputs = args[0] if args else kwargs["input"]
+        if torch.compiler.is_compiling():
+            return with_gradient_noticed(layer, inputs, output, self._number)
+        recorder = None if self._recorder is None else self._recorder()
+        if recorder is not None:
+            recorder.observe(layer, inputs, output)
+        return None

@@ -162,9 +162,10 @@ class RLS(Optimizer):
         self._team = None if ranks is None else Team(ranks, self.param_groups, shard, block_size)
 
         for name, layers in parts.layers.items():
-            hook = ForwardHook(self._recorders[name])
-            # First of all hooks: that of fully_shard takes the weight away.
-            self._handles += [layer.register_forward_hook(hook, with_kwargs=True, prepend=True) for layer in layers]
+            for layer in layers:
+                hook = ForwardHook(self._recorders[name], layer)
+                # First of all hooks: that of fully_shard takes the weight away.
+                self._handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
             self._warn_if_large(name, layers[0])
         forget_compiled_code()
         for name, reason in parts.left_out.items():

@@ -15,6 +15,7 @@ from rlsprune._arguments import check_argument
 from rlsprune._tensors import exact, forget_compiled_code, full_precision
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.optim import functional
+from rlsprune.optim.compiled import enlist, exporting, noticed
 from rlsprune.optim.inverse import DenseInverse, Inverse, from_rows
 from rlsprune.optim.layers import Layer, is_layer, mean_input
 from rlsprune.optim.rows import sample_rows
@@ -77,7 +78,7 @@ class InputStatistics:
             name: shared[id(layer.weight)] for name, layer in layers.items()
         }
         self._handles = [
-            layer.register_forward_hook(_Hook(self, name), with_kwargs=True) for name, layer in layers.items()
+            layer.register_forward_hook(_Hook(self, name, layer), with_kwargs=True) for name, layer in layers.items()
         ]
         forget_compiled_code()
 
@@ -115,9 +116,9 @@ class InputStatistics:
         for handle in self._handles:
             handle.remove()
 
-    def observe(self, name: str, layer: Layer, inputs: Tensor) -> None:
-        """Called after a forward of a layer."""
-        if self._everything or (self.active and layer.training and torch.is_grad_enabled()):
+    def observe(self, name: str, layer: Layer, inputs: Tensor, compiled: bool = False) -> None:
+        """Called after a forward of a layer; from compiled code, which has seen to it that gradients are wanted."""
+        if self._everything or (self.active and layer.training and (compiled or torch.is_grad_enabled())):
             with torch.no_grad(), full_precision(inputs.device):
                 self._collectors[name].add(layer, inputs.detach(), _MANY_ROWS if self._everything else _BATCH_ROWS)
 
@@ -193,17 +194,31 @@ class _MeanInverse:
 class _Hook:
     """Hands a layer's input to the statistics, which it holds weakly; copied or pickled, it is idle."""
 
-    def __init__(self, statistics: InputStatistics | None, name: str) -> None:
+    def __init__(self, statistics: InputStatistics | None, name: str, layer: Layer | None = None) -> None:
         self._statistics = None if statistics is None else weakref.ref(statistics)
         self._name = name
+        self._number = None if layer is None else enlist(self, layer)
+        self._mark = None if layer is None else torch.zeros((), device=layer.weight.device)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None, str]]:
         return _Hook, (None, self._name)
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if exporting():
+            return
+        inputs = args[0] if args else kwargs["input"]
+        if not torch.compiler.is_compiling():
+            statistics = None if self._statistics is None else self._statistics()
+            if statistics is not None:
+                statistics.observe(self._name, layer, inputs)
+        elif self._number is not None and self._mark is not None and layer.training and torch.is_grad_enabled():
+            noticed(inputs, self._mark, self._number)
+
+    def input_seen(self, layer: Layer, inputs: Tensor) -> None:
+        """Of compiled code."""
         statistics = None if self._statistics is None else self._statistics()
         if statistics is not None:
-            statistics.observe(self._name, layer, args[0] if args else kwargs["input"])
+            statistics.observe(self._name, layer, inputs, compiled=True)
 
 
 def _dense(P: Inverse) -> Tensor:

@@ -1,0 +1,105 @@
+"""How hooks on layers see inputs and gradients from inside compiled code, without breaking its graph.
+
+What a hook does cannot be traced: random draws, tensor hooks, Python lists. In its place the compiled code calls
+operators of ours, which are opaque to the compiler and run as ordinary Python.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlsprune.optim.layers import Layer
+
+__all__ = ["Watcher", "enlist", "exporting", "noticed", "with_gradient_noticed"]
+
+
+class Watcher(Protocol):
+    """Who is told."""
+
+    def input_seen(self, layer: Layer, inputs: Tensor) -> None:
+        """A layer was called with these inputs."""
+
+    def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
+        """The gradient at the layer's output, of a call with these inputs."""
+
+
+_numbers = itertools.count()
+_watchers: dict[int, tuple[weakref.ref[Any], weakref.ref[Layer]]] = {}
+
+
+def exporting() -> bool:
+    """Whether torch.export runs the model on tensors without values, of which nothing can be learnt."""
+    is_exporting: bool = getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 does not have it
+    return is_exporting
+
+
+def enlist(watcher: Any, layer: Layer) -> int:
+    """A number by which compiled code finds a watcher and its layer, as long as both live."""
+    number = next(_numbers)
+    _watchers[number] = weakref.ref(watcher, lambda _: _watchers.pop(number, None)), weakref.ref(layer)
+    return number
+
+
+def noticed(inputs: Tensor, mark: Tensor, number: int) -> None:
+    """Tells the watcher of a layer's inputs.
+
+    Args:
+        inputs: Of the layer.
+        mark: Any tensor that outlives the code; it is said to change, or compilers would take the call for useless.
+        number: The watcher's.
+    """
+    _seen(inputs.detach(), mark, number)
+
+
+def with_gradient_noticed(layer: Layer, inputs: Tensor, output: Tensor, number: int) -> Tensor:
+    """The output of a layer, of whose gradient the watcher will be told."""
+    trained = layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad)
+    if not (trained and torch.is_grad_enabled() and output.requires_grad):
+        return output
+    result: Tensor = _Identity.apply(output, inputs.detach(), number)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, number: int) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.number = number
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor, None, None]:
+        (inputs,) = ctx.saved_tensors
+        return _arrived(deltas[0], inputs, ctx.number), None, None
+
+
+@torch.library.custom_op("rlsprune::seen", mutates_args=("mark",))
+def _seen(inputs: Tensor, mark: Tensor, number: int) -> None:
+    watcher, layer = _find(number)
+    if watcher is not None and layer is not None:
+        watcher.input_seen(layer, inputs)
+
+
+@torch.library.custom_op("rlsprune::arrived", mutates_args=())
+def _arrived(delta: Tensor, inputs: Tensor, number: int) -> Tensor:
+    watcher, layer = _find(number)
+    if watcher is not None and layer is not None:
+        watcher.gradient_arrived(layer, inputs, delta)
+    return delta.clone()
+
+
+@_arrived.register_fake
+def _(delta: Tensor, inputs: Tensor, number: int) -> Tensor:
+    return torch.empty_like(delta)
+
+
+def _find(number: int) -> tuple[Watcher | None, Layer | None]:
+    if number not in _watchers:
+        return None, None
+    watcher, layer = _watchers[number]
+    return watcher(), layer()
