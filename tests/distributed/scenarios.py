@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
+from distributed.runs import OPTIONS
 from networks import SHAPES, cnn, fnn, target
+from rlsprune.cli import main
 from rlsprune.distributed.ranks import DisagreementError, RankLostError
 
 BATCH, STEPS, PRUNES = 24, 50, (20, 35)
@@ -104,6 +106,7 @@ def equal_runs(folder: Path) -> dict[str, Any]:
         "guards": guards(),
         "fsdp": fsdp.divided_run(folder),
         "checkpoint": fsdp.checkpointed_run(folder),
+        "exit code": main([*OPTIONS, "--epochs", "3", "--threads", "1", "--out", str(folder / "run")]),
         "folder": str(folder),
     }
     model = fnn()

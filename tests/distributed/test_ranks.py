@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from distributed import fsdp, launch, scenarios
+from distributed.runs import OPTIONS
+from distributed.runs import agree as agree_runs
+from rlsprune.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,12 @@ def test_a_checkpoint_of_two_sharded_ranks_is_loaded_by_any_number(two: Any) -> 
     for run in (*(rank["checkpoint"] for rank in two), fsdp.loaded_run(Path(two[0]["folder"]))):
         torch.testing.assert_close(run["loaded"], two[0]["checkpoint"]["saved"], rtol=0, atol=0)
         assert run["history"] == two[0]["checkpoint"]["history"] != []
+
+
+def test_the_run_command_by_two_ranks_makes_the_run_of_one(two: Any, tmp_path: Path) -> None:
+    assert main([*OPTIONS, "--epochs", "3", "--threads", "1", "--out", str(tmp_path)]) == 0
+    assert [rank["exit code"] for rank in two] == [0, 0]
+    agree_runs(Path(two[0]["folder"]) / "run", tmp_path)
 
 
 def test_a_rank_that_vanishes_is_missed(two: Any) -> None:

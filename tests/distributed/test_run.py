@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from distributed import launch
-from rlsprune.cli import main
+from distributed.runs import OPTIONS, agree
 
-OPTIONS = ["run", "digits-fnn", "--train-images", "600", "--test-images", "200", "--warmup-epochs", "1", "--quiet"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -31,27 +27,6 @@ def run(ranks: int, *arguments: str) -> None:
         command(ranks, *arguments), env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def agree(folder: Path, other: Path) -> None:
-    assert [e["layers"] for e in lines(folder, "events.jsonl")] == [e["layers"] for e in lines(other, "events.jsonl")]
-    for mine, theirs in zip(lines(folder, "metrics.jsonl"), lines(other, "metrics.jsonl"), strict=True):
-        for name in ("train_loss", "gate_loss", "test_loss", "weights_percent"):
-            assert mine[name] == pytest.approx(theirs[name], abs=1e-4), (mine["epoch"], name)
-
-
-def test_two_processes_make_the_run_of_one(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    options = [*OPTIONS, "--epochs", "3", "--threads", "1"]
-    processes = launch.start_command(2, "rlsprune", *options, "--out", str(two))
-    assert main([*options, "--out", str(one)]) == 0
-    launch.finish(processes)
-    assert lines(two, "events.jsonl")
-    agree(two, one)
 
 
 @pytest.mark.slow

@@ -28,6 +28,9 @@ def joined() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    if dist.is_initialized():  # by the caller, of the command line in Python
+        yield
+        return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
