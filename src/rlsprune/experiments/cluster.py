@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlsprune.experiments.jobs import check_result
+from rlsprune.experiments.jobs import RunFailedError, check_result
 from rlsprune.experiments.plan import PlannedRun
 from rlsprune.train.folder import RunFolder
 
@@ -44,8 +44,12 @@ class RayTasks:
         remote = self._ray.remote(num_cpus=min(run.config.threads, self.slots), num_gpus=gpus, max_retries=3)(_run)
         task = remote.remote(str(run.folder.resolve()))
         self._tasks.add(task)
-        code = self._ray.get(task)
-        self._tasks.discard(task)
+        try:
+            code = self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            raise RunFailedError(f"Ray could not execute the run in {run.folder}: {error}") from error
+        finally:
+            self._tasks.discard(task)
         check_result(run, code)
 
     def end(self) -> None:
