@@ -11,13 +11,13 @@ import pytest
 OPTIONS = ["run", "digits-fnn", "--train-images", "600", "--test-images", "200", "--warmup-epochs", "1", "--quiet"]
 
 
-def agree(folder: Path, other: Path) -> None:
+def agree(folder: Path, other: Path, tolerance: float = 1e-4) -> None:
     """Both have pruned something, the same, and have the same losses."""
     events = [[event["layers"] for event in _lines(run, "events.jsonl")] for run in (folder, other)]
     assert events[0] == events[1] != []
     for mine, theirs in zip(_lines(folder, "metrics.jsonl"), _lines(other, "metrics.jsonl"), strict=True):
         for name in ("train_loss", "gate_loss", "test_loss", "weights_percent"):
-            assert mine[name] == pytest.approx(theirs[name], abs=1e-4), (mine["epoch"], name)
+            assert mine[name] == pytest.approx(theirs[name], abs=tolerance), (mine["epoch"], name)
 
 
 def _lines(folder: Path, name: str) -> list[dict[str, Any]]:

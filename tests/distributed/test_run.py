@@ -32,9 +32,11 @@ def run(ranks: int, *arguments: str) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_which_another_number_of_ranks_finishes(tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
-    run(1, *OPTIONS, "--epochs", "12", "--out", str(one))
+    # Every batch divides by 2 and by 3: with unequal shares the rows that a prune looks at are others.
+    options = [*OPTIONS, "--batch-size", "60", "--epochs", "6"]
+    run(1, *options, "--out", str(one))
     process = subprocess.Popen(
-        command(3, *OPTIONS, "--epochs", "12", "--out", str(many)),
+        command(3, *options, "--out", str(many)),
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -42,7 +44,7 @@ def test_a_killed_rank_ends_the_run_which_another_number_of_ranks_finishes(tmp_p
         start_new_session=True,
     )
     try:
-        while not (many / "checkpoint" / "epoch-000003").exists():
+        while not (many / "checkpoint" / "epoch-000002").exists():
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.05)
         ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
@@ -54,4 +56,4 @@ def test_a_killed_rank_ends_the_run_which_another_number_of_ranks_finishes(tmp_p
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     run(2, "run", "--resume", str(many), "--quiet")
-    agree(many, one)
+    agree(many, one, tolerance=1e-3)
