@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import rlsprune
+from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.layer_step import WIND_UP_LIMIT, block_sizes
 
 
@@ -85,6 +87,27 @@ def test_where_the_host_does_not_wait_a_fault_is_masked_and_reported_later(
     torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
     with pytest.raises(FloatingPointError, match="of layer '0'"):
         optimizer.step()
+
+
+def test_a_report_under_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
+    monkeypatch.setattr("rlsprune.optim.faults._Look.arrived", False)
+    bad = [("the loss", torch.tensor(True)), ("the gradient", torch.tensor(False))]
+    watch = FaultWatch("raise")
+    gates = watch.gates(bad)
+    assert gates is not None
+    assert not gates[torch.device("cpu")]
+    watch.report()
+    with pytest.raises(FloatingPointError, match="not finite: the gradient"):
+        watch.report(wait=True)
+    # A host that runs far ahead waits in the end.
+    for _ in range(16):
+        watch.gates(bad)
+        watch.report()
+    watch.gates(bad)
+    with pytest.raises(FloatingPointError, match="not finite: the gradient"):
+        watch.report()
+    assert pickle.loads(pickle.dumps(watch)).on_fault == "raise"
 
 
 def test_the_masked_step_is_the_plain_step_when_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the step before found is looked at when the next one begins; that look is not part of the step."""
-    monkeypatch.setattr(FaultWatch, "report", lambda self: False)
+    monkeypatch.setattr(FaultWatch, "report", lambda self: None)
 
 
 def steps(make: Callable[[], nn.Module], **options: Any) -> rlsprune.RLS:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 
 import torch
 from torch import Tensor
 
 from rlsprune.optim.functional import host_waits
+
+Checks = list[tuple[str, Tensor]]
+"""What is checked, and a 0-dim bool that says whether it is finite."""
+
+_MOST_UNDER_WAY = 16  # steps that the host may be ahead of an accelerator before it waits
 
 
 class FaultWatch:
@@ -15,13 +21,13 @@ class FaultWatch:
 
     def __init__(self, on_fault: str) -> None:
         self.on_fault = on_fault
-        self._checks: list[tuple[str, Tensor]] = []
+        self._looks: deque[_Look] = deque()
 
-    def gates(self, checks: list[tuple[str, Tensor]]) -> dict[torch.device, Tensor | None] | None:
+    def gates(self, checks: Checks) -> dict[torch.device, Tensor | None] | None:
         """What lets a step through, for each device: None for an open gate, or a 0-dim bool on the device.
 
         Args:
-            checks: What is checked, and a 0-dim bool that says whether it is finite.
+            checks: Of this step.
 
         Returns:
             None if the step must not be taken.
@@ -29,19 +35,30 @@ class FaultWatch:
         Raises:
             FloatingPointError: A check failed, with ``on_fault="raise"``.
         """
-        self._checks = checks
         gates: dict[torch.device, Tensor | None] = dict.fromkeys(ok.device for _, ok in checks)
-        if any(host_waits(device) for device in gates):
-            for device in gates:
-                gates[device] = torch.stack([ok.to(device, non_blocking=True) for _, ok in checks]).all()
-        elif self.report():
-            return None
+        waits = [device for device in gates if host_waits(device)]
+        if not waits:
+            return None if self._tell([what for what, ok in checks if not ok]) else gates
+        for device in gates:
+            flags = torch.stack([ok.to(device, non_blocking=True) for _, ok in checks])
+            gates[device] = flags.all()
+            if device == waits[0]:
+                self._looks.append(_Look([what for what, _ in checks], flags))
         return gates
 
-    def report(self) -> bool:
-        """Raises or warns if a check of the last step failed; True if one did."""
-        failed = [what for what, ok in self._checks if not ok]
-        self._checks = []
+    def report(self, wait: bool = False) -> None:
+        """Raises or warns if a check of an earlier step failed.
+
+        Args:
+            wait: For results that are still under way on an accelerator.
+        """
+        while self._looks and (wait or len(self._looks) > _MOST_UNDER_WAY or self._looks[0].arrived):
+            self._tell(self._looks.popleft().failed())
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"on_fault": self.on_fault, "_looks": deque()}  # what is under way on a device stays there
+
+    def _tell(self, failed: list[str]) -> bool:
         if not failed:
             return False
         message = (
@@ -50,6 +67,31 @@ class FaultWatch:
             "of P and optimizer.reset() renews it"
         )
         if self.on_fault == "raise":
+            self._looks.clear()
             raise FloatingPointError(message)
-        warnings.warn(f"step skipped, {message}", stacklevel=5)
+        warnings.warn(f"step skipped, {message}", stacklevel=6)
         return True
+
+
+class _Look:
+    """The checks of one step on their way from an accelerator to the host."""
+
+    def __init__(self, names: list[str], flags: Tensor) -> None:
+        self._names, self._flags = names, flags
+        self._event: torch.Event | None = None
+        if flags.device.type in ("cuda", "xpu"):
+            # Elsewhere nothing tells when a copy is there: it is read when the next step begins, which waits.
+            self._flags = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
+            self._event = torch.Event(flags.device)
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading it makes nobody wait, as far as that can be told."""
+        return self._event is None or bool(self._event.query())
+
+    def failed(self) -> list[str]:
+        """What was not finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [name for name, ok in zip(self._names, self._flags.tolist(), strict=True) if not ok]

@@ -352,7 +352,7 @@ class RLS(Optimizer):
         Args:
             at_most: Layers with more inputs than this in a block of P are left out; None: all are measured.
         """
-        self._faults.report()
+        self._faults.report(wait=True)
         kept = {name: blocks for name in self._recorders if (blocks := self._own_blocks(name))}
         return {
             name: layer_health(name, blocks)
