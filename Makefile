@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint docs clean
+.PHONY: demo test test-all test-oldest soak audit lint docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,24 @@ test-all: lint
 docs: $(BIN)/pip
 	$(PIP_INSTALL) -e ".[docs,experiments,lightning]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Faults and hostile files in large numbers, and runs that are long.
+soak: $(VENV)/dev.stamp
+	$(BIN)/pytest -m soak
+	RLSPRUNE_FUZZ=1300 $(BIN)/pytest tests/fuzz
+	$(BIN)/python benchmarks/soak_run.py
+	$(BIN)/python benchmarks/soak_inverse.py
+
+# The oldest versions that pyproject.toml allows. Old releases of torch come with several gigabytes of CUDA.
+test-oldest:
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check -r tests/oldest.txt -e .
+	$(VENV)-oldest/bin/pytest -m "not slow" tests/optim tests/prune tests/train tests/test_io.py tests/test_state.py
+
+# Needs the network: asks which installed versions have known vulnerabilities.
+audit: $(VENV)/dev.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 clean:
 	rm -rf $(VENV) build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

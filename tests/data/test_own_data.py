@@ -51,7 +51,7 @@ def test_npz_of_grey_bytes_and_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"y_test": None}, "it has no y_test; it has x_train, y_train, x_test"),
+        ({"y_test": None}, "it has no y_test; it has 'x_train', 'y_train', 'x_test'"),
         ({"x_train": np.zeros((5, 2), np.float32)}, "x_train has 5 entries and y_train 6"),
         ({"x_test": np.zeros((3, 4), np.float32)}, r"float32 of \(6, 2\) and x_test float32 of \(3, 4\)"),
         ({"x_train": np.full((6, 2), np.nan)}, "x_train holds a NaN"),
@@ -61,7 +61,7 @@ def test_npz_of_grey_bytes_and_names(tmp_path: Path) -> None:
         ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "y_train holds -1"),
         ({"y_train": np.array([0, 1, 900, 0, 1, 2])}, "its highest label is 900"),
         ({"y_train": np.array(list("abcabc"))}, "holds names and the other numbers"),
-        ({"x_train": np.array([object()] * 6)}, "Object arrays cannot be loaded"),
+        ({"x_train": np.array([object()] * 6)}, "holds object"),
     ],
 )
 def test_npz_that_does_not_fit(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -112,7 +112,9 @@ def may_mount() -> bool:
     return tool is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("sizes", [(40,), pytest.param(tuple(range(4, 84, 4)), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "sizes", [(40,), pytest.param(tuple(range(4, 84, 4)), marks=[pytest.mark.slow, pytest.mark.soak])], ids=len
+)
 def test_small_disks_fill_up_and_the_run_goes_on_once_there_is_space(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     if not may_mount():
         pytest.skip("this user may not mount a small disk")

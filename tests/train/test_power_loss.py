@@ -69,6 +69,7 @@ def test_power_fails_before_some_operations(tmp_path: Path, whole: tuple[int, ob
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("first", range(4))
 def test_power_fails_before_every_operation(tmp_path: Path, whole: tuple[int, object], first: int) -> None:
     assert stop_everywhere(tmp_path, whole, first, 4) >= 3 * (whole[0] // 4)

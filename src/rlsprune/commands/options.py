@@ -11,11 +11,13 @@ import typer
 
 from rlsprune.experiments.config import GATES, LOSSES
 from rlsprune.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
+from rlsprune.train.settings import ON_FAULT
 
 __all__ = [
     "Augment",
     "BatchSize",
     "DataDir",
+    "Deterministic",
     "Device",
     "Epochs",
     "ExperimentName",
@@ -24,6 +26,7 @@ __all__ = [
     "Loss",
     "MethodName",
     "NoVerify",
+    "OnFault",
     "OptimizerName",
     "Out",
     "PresetName",
@@ -118,6 +121,17 @@ NoVerify = Annotated[bool, typer.Option("--no-verify", help="Read data files who
 Device = Annotated[str | None, typer.Option("--device", help="Default: cuda if there is one, else cpu.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Torch's threads. Default: all cores, shared by --jobs.")
+]
+OnFault = Annotated[
+    str | None,
+    typer.Option(
+        "--on-fault",
+        help=f"At a NaN, an infinity or a loss that diverges: {_choices(ON_FAULT)} (stop, leave the batch out, or go "
+        "back to the last checkpoint with half the step). Default: raise.",
+    ),
+]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Only algorithms that give the same numbers every time.")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas: a run each.")]

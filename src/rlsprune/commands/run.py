@@ -24,7 +24,7 @@ EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
 `rlsprune run --resume runs/digits-fnn-rls-seed0` ·
 `torchrun --nproc-per-node 2 -m rlsprune run` (each process takes its share of every batch)"""
 
-_WITH_RESUME = {"resume", "data_dir", "tensorboard", "quiet", "as_json"}
+_WITH_RESUME = {"resume", "on_fault", "data_dir", "tensorboard", "quiet", "as_json"}
 
 
 def run(
@@ -53,6 +53,8 @@ def run(
     out: options.Out = None,
     device: options.Device = None,
     threads: options.Threads = None,
+    on_fault: options.OnFault = None,
+    deterministic: options.Deterministic = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
     ] = None,
@@ -63,7 +65,7 @@ def run(
     """Train a network and prune it while it trains."""
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        _execute(_resumed(resume, data_dir), resume, quiet, as_json, tensorboard)
+        _execute(_resumed(resume, data_dir, on_fault), resume, quiet, as_json, tensorboard)
         return
     machine = options.resolve(device, threads, data_dir, no_verify)
     settings: dict[str, Any] = {
@@ -77,6 +79,8 @@ def run(
         "test_images": test_images,
         "augment": augment,
         "seed": seed,
+        "on_fault": on_fault,
+        "deterministic": deterministic,
         **machine,
     }
     config = make_config(experiment, method, optimizer=optimizer, ratio=ratio, prune_epoch=prune_epoch, **settings)
@@ -117,13 +121,14 @@ def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool, tensorbo
         typer.echo(f"The run is in {path}" + (f", its page is {page}" if page.is_file() else ""))
 
 
-def _resumed(path: Path, data_dir: Path | None) -> RunConfig:
+def _resumed(path: Path, data_dir: Path | None, on_fault: str | None) -> RunConfig:
     from rlsprune.train.folder import RunFolder
 
     values = RunFolder(path).read_json("config")
     if "import_from" in values:
         raise ValueError(f"{path} holds a run of `rlsprune fit`: go on with `rlsprune fit --resume {path}`")
     config = RunConfig.from_dict(values)
+    config = replace(config, on_fault=on_fault or config.on_fault)
     return config if data_dir is None else replace(config, data_dir=str(data_dir))
 
 

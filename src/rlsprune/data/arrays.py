@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import tokenize
 import zipfile
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +17,30 @@ import torch
 
 from rlsprune.data.datasets import Dataset, Split
 from rlsprune.data.errors import DataError
+from rlsprune.data.streams import MAX_BYTES, Readable, Source, open_regular
+from rlsprune.files import quoted
 
 __all__ = ["read_npz"]
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 _WRITE = "Write it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)"
 _CHANNELS = (1, 3, 4)
+_MAX_EXPANSION = 64  # times the size of the file, or MAX_BYTES: real data do not pack better
+_MAX_ITEM = 4096  # bytes
+# As damaged archives and headers make zipfile and NumPy raise; RuntimeError is for encrypted members.
+_ZIP_ERRORS = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    TypeError,
+    SyntaxError,
+    RuntimeError,
+    OverflowError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 Array = npt.NDArray[Any]
 
@@ -53,20 +75,49 @@ def read_npz(path: str | os.PathLike[str]) -> Dataset:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(path, "it holds a single array", _WRITE)
-            missing = [key for key in KEYS if key not in file.files]
+        with open_regular(path) as (packed, size), zipfile.ZipFile(packed) as archive:
+            members = {member.filename: member for member in archive.infolist()}
+            missing = [key for key in KEYS if f"{key}.npy" not in members]
             if missing:
-                found = ", ".join(file.files[:8]) or "nothing"
+                found = quoted(name.removesuffix(".npy") for name in members) or "nothing"
                 raise DataError(path, f"it has no {', '.join(missing)}; it has {found}", _WRITE)
-            return {key: file[key] for key in KEYS}
+            _check_sizes(path, [members[f"{key}.npy"] for key in KEYS], size)
+            return {key: _array(path, archive, members[f"{key}.npy"]) for key in KEYS}
     except DataError:
         raise
-    except FileNotFoundError as error:
-        raise DataError(path, "there is no such file", "Give an .npz file or a folder of images") from error
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+    except MemoryError as error:
+        raise DataError(path, "there is not enough memory to read it", "Free some memory and try again") from error
+    except _ZIP_ERRORS as error:
         raise DataError(path, f"it cannot be read ({error})", _WRITE) from error
+
+
+def _check_sizes(path: Path, members: Sequence[zipfile.ZipInfo], size: int) -> None:
+    """Before anything is unpacked."""
+    total = sum(member.file_size for member in members)
+    most = max(MAX_BYTES, _MAX_EXPANSION * size)
+    if total > most:
+        raise DataError(path, f"its arrays would unpack to {total:,} bytes, at most {most:,} are read", _WRITE)
+
+
+def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
+    """One array. Its header's claims are compared with the member's size before memory is taken."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in readers:
+            raise DataError(path, f"{member.filename} is of the unknown version {version}", _WRITE)
+        shape, in_columns, dtype = readers[version](file)
+        size = math.prod(shape) * dtype.itemsize
+        # A type of no size would make any shape fit; names of classes are the longest entries that there should be.
+        if dtype.hasobject or dtype.kind not in "uifbU" or not 0 < dtype.itemsize <= _MAX_ITEM:
+            raise DataError(path, f"{member.filename} holds {dtype}", "Give numbers, or names of classes")
+        if min(shape, default=1) < 0 or size != member.file_size - file.tell():
+            raise DataError(path, f"{member.filename} has not the size of its shape {shape}", _WRITE)
+        data = Source(path, cast(Readable, file), size).read(size, member.filename, limit=size)
+        if file.read(1):
+            raise DataError(path, f"{member.filename} goes on after its end", _WRITE)
+    array: Array = data.view(dtype).reshape(shape[::-1] if in_columns else shape)
+    return np.ascontiguousarray(array.T) if in_columns else array
 
 
 def _inputs(path: Path, key: str, array: Array) -> Array:

@@ -50,17 +50,18 @@ class Source:
         """The error for this file, to be raised by the caller."""
         return DataError(self.path, problem, GET_AGAIN)
 
-    def read(self, count: int, what: str) -> npt.NDArray[np.uint8]:
+    def read(self, count: int, what: str, limit: int = MAX_BYTES) -> npt.NDArray[np.uint8]:
         """Reads exactly `count` bytes.
 
         Args:
-            count: how many; refused before allocating when the file cannot hold them or they exceed `MAX_BYTES`.
+            count: how many; refused before allocating when the file cannot hold them or they exceed the limit.
             what: the part of the file, for the message.
+            limit: the most that is read at all.
 
         Raises:
             DataError: the file is too short, or the count is absurd.
         """
-        possible = min(self.capacity, MAX_BYTES)
+        possible = min(self.capacity, limit)
         if count > possible:
             raise self.fail(f"it should have {count:,} bytes of {what}, but at most {possible:,} are possible")
         array = np.empty(count, dtype=np.uint8)
@@ -110,7 +111,8 @@ def blame(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _open_regular(path: Path) -> Iterator[tuple[BufferedReader, int]]:
+def open_regular(path: Path) -> Iterator[tuple[BufferedReader, int]]:
+    """Opens a regular file and tells its size; whatever goes wrong becomes a `DataError`."""
     with blame(path):
         # A pipe or a device would block or never end. Opened first and asked after: it cannot be swapped between.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -124,14 +126,14 @@ def _open_regular(path: Path) -> Iterator[tuple[BufferedReader, int]]:
 @contextmanager
 def open_plain(path: Path) -> Iterator[Source]:
     """Opens a regular file as it is."""
-    with _open_regular(path) as (file, size):
+    with open_regular(path) as (file, size):
         yield Source(path, file, size)
 
 
 @contextmanager
 def open_maybe_gzip(path: Path) -> Iterator[Source]:
     """Opens a regular file, unpacked on the fly if its first bytes say that it is gzip."""
-    with _open_regular(path) as (file, size):
+    with open_regular(path) as (file, size):
         packed = file.peek(2)[:2] == b"\x1f\x8b"
         if packed:
             with gzip.open(file, "rb") as stream:
@@ -142,7 +144,7 @@ def open_maybe_gzip(path: Path) -> Iterator[Source]:
 
 def md5_of(path: Path) -> str:
     """The MD5 of a file's bytes, in hexadecimal: the checksum that the publishers of these data sets give."""
-    with _open_regular(path) as (file, _):
+    with open_regular(path) as (file, _):
         return hashlib.file_digest(file, _md5).hexdigest()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experiment
-from rlsprune.train.settings import PruningSettings, TrainingSettings
+from rlsprune.train.plain import from_plain
+from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings
 
 __all__ = ["PAPER", "RLS_DEFAULTS", "RLS_TRAINING", "RunConfig", "make_config"]
 
@@ -82,6 +83,8 @@ class RunConfig:
     """The run folder that `scratch` takes its shape from."""
     data_dir: str | None
     verify: bool
+    on_fault: str = "raise"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         experiment(self.experiment)
@@ -89,6 +92,7 @@ class RunConfig:
         _among("optimizer", self.optimizer, OPTIMIZERS)
         _among("gate", self.gate, GATES)
         _among("loss", self.loss, LOSSES)
+        _among("on_fault", self.on_fault, ON_FAULT)
         if self.augment is not None:
             _among("augment", self.augment, AUGMENTS)
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
@@ -108,21 +112,12 @@ class RunConfig:
         Raises:
             ValueError: Names or values are not those of a config.
         """
-        names = {field.name for field in fields(cls)}
-        if set(values) != names:
-            odd = ", ".join(sorted(set(values) ^ names))
-            raise ValueError(f"this is not the config of a run of this version: {odd} is unknown or missing")
-        pruning = values["pruning"]
-        parts = {
-            "pruning": None if pruning is None else PruningSettings(**pruning),
-            "training": TrainingSettings(**values["training"]),
-        }
-        return cls(**{**values, **parts})
+        return from_plain(cls, values, "the config of a run")
 
     def differences(self, other: RunConfig) -> list[str]:
         """In words, where two configs would give other numbers; where the data lie does not matter."""
         mine, others = self.to_dict(), other.to_dict()
-        ignored = {"data_dir", "verify", "shape_from"}
+        ignored = {"data_dir", "verify", "shape_from", "on_fault", "deterministic"}
         return [
             f"{name} {mine[name]!r} instead of {others[name]!r}"
             for name in mine

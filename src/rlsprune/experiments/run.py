@@ -76,4 +76,6 @@ def make_recipe(config: RunConfig, loaded: Dataset) -> Recipe:
         threads=config.threads,
         augment=config.augment,  # type: ignore[arg-type]  # checked by the config
         training=config.training,
+        on_fault=config.on_fault,
+        deterministic=config.deterministic,
     )

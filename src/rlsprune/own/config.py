@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlsprune.experiments.config import AUGMENTS, GATES, LOSSES, RLS_DEFAULTS
 from rlsprune.experiments.registry import OPTIMIZERS
+from rlsprune.train.plain import from_plain
 from rlsprune.train.settings import PruningSettings, TrainingSettings
 
 __all__ = ["FitConfig", "make_fit_config"]
@@ -78,19 +79,7 @@ class FitConfig:
         Raises:
             ValueError: Names or values are not those of a config.
         """
-        odd = set(values) ^ {field.name for field in fields(cls)}
-        if odd:
-            raise ValueError(
-                f"this is not the config of a run of `rlsprune fit` of this version: {', '.join(sorted(odd))} is "
-                "unknown or missing"
-            )
-        parts = {
-            "pruning": PruningSettings(**values["pruning"]),
-            "training": TrainingSettings(**values["training"]),
-            "classes": tuple(values["classes"]),
-            "images": tuple(values["images"]),
-        }
-        return cls(**{**values, **parts})
+        return from_plain(cls, values, "the config of a run of `rlsprune fit`")
 
 
 METHODS = ("rls", "none")

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -149,13 +150,17 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         raise FileError(path, "there is no such file", "give a .safetensors or .pt file with the model's weights")
     if path.suffix != ".safetensors":
-        tensors = _read_pickle(path)
+        tensors = _read_pickle(path, model.state_dict())
     elif _is_ours(path):
         io.load(path, into=model)
         return
     else:
         tensors = load_file(path)
-    own = model.state_dict()
+    _check_fit(path, tensors, model.state_dict())
+    model.load_state_dict(tensors)
+
+
+def _check_fit(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or unexpected:
         parts = [f"lacks {quoted(missing)}"] if missing else []
@@ -168,7 +173,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 f"{name!r} is {tuple(tensor.shape)} in it and {tuple(own[name].shape)} in the model",
                 "give the weights of this very model; to take only some of them, do it in the function that builds it",
             )
-    model.load_state_dict(tensors)
 
 
 def _is_ours(path: Path) -> bool:
@@ -179,15 +183,32 @@ def _is_ours(path: Path) -> bool:
         raise FileError(path, f"is not a sound safetensors file ({error})", "get the file again") from error
 
 
-def _read_pickle(path: Path) -> dict[str, Tensor]:
+def _read_pickle(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a .pt file, which are looked at without their data first: a few bytes can claim terabytes."""
     remedy = "save it with torch.save(model.state_dict(), path), or as safetensors"
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises nearly every type there is
-        reason = str(error).strip().splitlines()[0][:200]
-        raise FileError(path, f"it cannot be read without executing it, or is damaged ({reason})", remedy) from error
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise FileError(path, "it holds something else than tensors by name", remedy)
+        with zipfile.ZipFile(path) as archive:
+            packed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
+            total = sum(member.file_size for member in archive.infolist())
+    except Exception as error:  # zipfile raises nearly every type there is, and so does torch
+        raise _unreadable(path, error, remedy) from error
+    if packed or total > path.stat().st_size:
+        raise FileError(path, "it is not as torch.save writes it: its parts are packed or overlap", remedy)
+    for device in ("meta", "cpu"):
+        try:
+            content: Any = torch.load(path, map_location=device, weights_only=True)
+        except Exception as error:
+            raise _unreadable(path, error, remedy) from error
+        if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+            content = content["state_dict"]
+        if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+            raise FileError(path, "it holds something else than tensors by name", remedy)
+        if not all(isinstance(name, str) for name in content):
+            raise FileError(path, "it holds tensors under names that are not text", remedy)
+        _check_fit(path, content, own)
     return dict(content)
+
+
+def _unreadable(path: Path, error: Exception, remedy: str) -> FileError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return FileError(path, f"it cannot be read without executing it, or is damaged ({reason})", remedy)

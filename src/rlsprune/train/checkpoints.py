@@ -85,7 +85,12 @@ class Checkpoints:
                 damaged.append((path, error))
                 continue
             for bad, reason in damaged:
-                self._set_aside(bad, reason, path)
+                aside = self._set_aside(bad, "damaged")
+                warnings.warn(
+                    f"the checkpoint {bad} is damaged ({reason}): it was set aside as {aside.name}, and the run goes "
+                    f"on from {path.name}",
+                    stacklevel=4,
+                )
             return epoch, state
         if damaged:
             path, reason = damaged[0]
@@ -98,22 +103,24 @@ class Checkpoints:
         with storing(self.path):
             self._remove_all_but(1)
 
+    def set_newest_aside(self) -> None:
+        """The network in it turned out to be spoilt: the run is to go on from the one before."""
+        for _, path in self._found()[-1:]:
+            self._set_aside(path, "spoilt")
+
     def _found(self) -> list[tuple[int, Path]]:
         names = (path.name for path in self.path.iterdir()) if self.path.is_dir() else ()
         return sorted((int(match[1]), self.path / match[0]) for name in names if (match := _NAME.fullmatch(name)))
 
-    def _set_aside(self, path: Path, reason: Exception, instead: Path) -> None:
+    def _set_aside(self, path: Path, prefix: str) -> Path:
+        """Gives it another name, under which it does not count."""
         taken = {other.name for other in self.path.iterdir()}
-        names = (f"damaged-{path.name}" + (f"-{number}" if number else "") for number in range(len(taken) + 1))
+        names = (f"{prefix}-{path.name}" + (f"-{number}" if number else "") for number in range(len(taken) + 1))
         aside = self.path / next(name for name in names if name not in taken)
         with storing(path):
             path.rename(aside)
             flush(self.path)
-        warnings.warn(
-            f"the checkpoint {path} is damaged ({reason}): it was set aside as {aside.name}, and the run goes on from "
-            f"{instead.name}",
-            stacklevel=4,
-        )
+        return aside
 
     def _remove_all_but(self, kept: int) -> None:
         for _, old in self._found()[:-kept]:

@@ -23,7 +23,9 @@ from rlsprune.train.checkpoints import Checkpoints
 
 __all__ = ["FollowedFolder", "RunFolder"]
 
-_HALF_WRITTEN = re.compile(r"\.(config|environment|metrics|events|summary|model)\.[0-9a-f]{12}\.(jsonl?|safetensors)")
+_HALF_WRITTEN = re.compile(
+    r"\.(config|environment|metrics|events|faults|summary|model)\.[0-9a-f]{12}\.(jsonl?|safetensors)"
+)
 
 
 class RunFolder:
@@ -125,6 +127,10 @@ class RunFolder:
         """Writes the final model."""
         with storing(self.model):
             io.save(model, self.model, metadata=metadata)
+
+    def set_checkpoint_aside(self) -> None:
+        """Renames the newest: the network in it turned out to be spoilt, and the one before is to be used."""
+        self._checkpoints.set_newest_aside()
 
     def drop_old_checkpoints(self) -> None:
         """Keeps only the newest: the run is over."""

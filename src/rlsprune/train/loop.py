@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 
+from rlsprune.train.guard import FaultError, Guard
 from rlsprune.train.method import Method
 from rlsprune.train.share import Share
 
@@ -60,6 +60,7 @@ def train_epoch(
     method: Method,
     on_batch: Callable[[int, Tensor], None] = lambda number, loss: None,
     share: Share = ALONE,
+    guard: Guard | None = None,
 ) -> EpochLoss:
     """Trains one epoch.
 
@@ -72,34 +73,36 @@ def train_epoch(
         on_batch: Told the number of batches done and the loss of the last, which it had better not look at each time
             on an accelerator.
         share: Which part of each batch is this process's.
+        guard: Looks for numerical faults; None for one that raises.
 
     Raises:
-        FloatingPointError: The epoch's loss is not finite.
+        FaultError: A number that is not finite, or a loss that has diverged.
     """
+    guard = guard or Guard(model)
     model.train()
-    seen = 0
+    seen, number, last = 0, 0, torch.zeros(())
     sums: list[Tensor] = []  # read once at the end: looking at each would make the host wait for an accelerator
     for number, batch in enumerate(batches, 1):
         inputs, labels, weight = share.of_batch(*batch)
-        loss = loss_function(model(inputs), labels)
-        if weight != 1:
-            loss = weight * loss
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        method.after_backward()
-        optimizer.step()
-        method.after_step()
-        last = loss.detach()
-        sums.append(last * len(batch[1]))
-        seen += len(batch[1])
+        loss = loss_function(model(inputs), labels) if guard.inputs(inputs) else None
+        if loss is not None and guard.loss(loss):
+            if weight != 1:
+                loss = weight * loss
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            method.after_backward()
+            if guard.step(optimizer):
+                method.after_step()
+                last = loss.detach()
+                sums.append(last * len(batch[1]))
+                seen += len(batch[1])
         on_batch(number, last)
+    if not sums and number:
+        raise FaultError("every batch was left out", f"{number} batches")
     if not sums:
         raise ValueError("there is no batch to train on: take more training images or a smaller batch_size")
     losses = EpochLoss(*share.means([_total(sums) / seen, float(last)]))
-    if not math.isfinite(losses.mean):
-        raise FloatingPointError(
-            f"the training loss is {losses.mean}: the training diverged; lower the learning rate, or look at the data"
-        )
+    guard.epoch_loss("training", losses.mean)
     return losses
 
 

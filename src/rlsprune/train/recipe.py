@@ -54,6 +54,10 @@ class Recipe:
     threads: int
     augment: Augment | None = None
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    on_fault: str = "raise"
+    """What to do about a numerical fault: one of `ON_FAULT`."""
+    deterministic: bool = False
+    """Whether torch may use only algorithms that give the same numbers every time; see `make_deterministic`."""
 
     def training_batches(self, split: Split, generator: torch.Generator, images_per_epoch: int) -> Batches:
         """Of the training split, shuffled and augmented."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune.data.batches import Batches
 from rlsprune.data.datasets import Split
+from rlsprune.determinism import deterministic
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.files import FileError
 from rlsprune.inputs import kept_inputs
@@ -23,6 +25,7 @@ from rlsprune.prune.event import PruneEvent
 from rlsprune.train.counting import count_retained, percent
 from rlsprune.train.environment import describe_environment
 from rlsprune.train.folder import RunFolder
+from rlsprune.train.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
 from rlsprune.train.loop import Batch, EpochLoss, Evaluation, evaluate, train_epoch
 from rlsprune.train.method import Retained
 from rlsprune.train.observer import Observer
@@ -45,10 +48,11 @@ def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None
         The summary, as in the folder's summary.json.
 
     Raises:
+        FaultError: A numerical fault, unless `on_fault` says to go on. The run is saved up to the epoch before.
         InUseError: Another process runs in that folder.
         StorageError: The disk did not take something. What was there before is intact, and the run can be resumed.
     """
-    with folder.locked():
+    with folder.locked(), deterministic() if recipe.deterministic else contextlib.nullcontext():
         return _train_and_prune(recipe, folder, observer or Observer())
 
 
@@ -63,7 +67,11 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
         observer.start(recipe.config, current.done, recipe.epochs, len(current.batches))
         observer.network(current.model, current.layers(), current.record.metrics)
         while current.done < recipe.epochs:
-            current.epoch(observer)
+            try:
+                current.epoch(observer)
+            except FloatingPointError as error:
+                current = current.after_fault(error)
+                observer.network(current.model, current.layers(), current.record.metrics)
     finally:
         observer.close()
     summary = current.share.by_first(current.summary)
@@ -83,9 +91,15 @@ class _Unpruned:
 
 
 class Run:
-    """A run's live objects."""
+    """A run's live objects.
 
-    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+    Args:
+        recipe: Its parts.
+        folder: With the checkpoint to go on from, if there is one.
+        faults: What has gone wrong before; each roll-back among them halves the step.
+    """
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, faults: Sequence[dict[str, Any]] = ()) -> None:
         self.recipe, self.folder, self.record, self.done = recipe, folder, Record(), 0
         self.share = Share(find_ranks())
         self.data = recipe.data
@@ -99,12 +113,15 @@ class Run:
         if saved is None:
             recipe.prepare(self.model)
         recipe.in_layout(self.model)
+        self.guard = Guard(self.model, recipe.on_fault, alone=self.share.ranks is None)
         self.optimizer = recipe.build_optimizer(self.model)
         self.scheduler = LambdaLR(self.optimizer, self._lr_factor)
         self.method = recipe.build_method(self.model, self.optimizer, self.example)
         if saved is not None:
             with _fitting(folder):
                 self._restore(*saved)
+        if faults:
+            self._shorten_step(faults)
         self.network = self.share.wrapped(self.model)
         self._write_lines()
 
@@ -114,20 +131,33 @@ class Run:
         if self.method.settled and self.data.valid is not None:
             self._reunite()
 
+        events = self.record.events
+        self.guard.start_epoch(epoch, after_prune=bool(events) and events[-1]["epoch"] == self.done)
+
         def on_batch(number: int, loss: Tensor) -> None:
             self.scheduler.step()
             observer.batch(number, loss)
 
         losses = train_epoch(
-            self.network, self.optimizer, self._noisy(self.batches), self.recipe.loss, self.method, on_batch, self.share
+            self.network,
+            self.optimizer,
+            self._noisy(self.batches),
+            self.recipe.loss,
+            self.method,
+            on_batch,
+            self.share,
+            self.guard,
         )
         self.share.align(self.model)
         gate_loss = self._gate_loss(losses)
+        if gate_loss is not None:
+            self.guard.epoch_loss("gate's", gate_loss)
         test = self._evaluate(self.data.test)
         event = None if gate_loss is None else self.method.end_epoch(epoch, gate_loss)
         test = self._note(epoch, event, test, observer)
         if epoch == self.recipe.epochs:
             test = self._note(epoch, self.method.finish(), test, observer)
+        self.guard.epoch_loss("test", test.loss)
         counts = dict(self.method.retained())
         nodes_percent, weights_percent = total_percent(counts, self.unpruned.counts)
         self.record.add_epoch(
@@ -151,6 +181,25 @@ class Run:
         self.folder.save_checkpoint(epoch, self.model, self._state())
         self._write_lines()
         observer.epoch(self.record.metrics[-1], counts)
+
+    def after_fault(self, error: FloatingPointError) -> Run:
+        """The run as it was at its last checkpoint, or before the prune if it has just been pruned, with half the step.
+
+        Raises:
+            FaultError: The run is to stop, or was rolled back too often already.
+        """
+        faults = self.guard.noted(error)
+        self.folder.write_lines("faults", faults)
+        rolled_back = rollbacks(faults)
+        if self.recipe.on_fault != "rollback" or rolled_back > MAX_ROLLBACKS:
+            tried = f" {MAX_ROLLBACKS} roll-backs did not help." if rolled_back else ""
+            where = f"{self.folder.path} is saved up to epoch {self.done}.{tried}"
+            raise FaultError(str(error), where, "resume it, perhaps with another --on-fault") from error
+        if self.guard.after_prune:
+            self.folder.set_checkpoint_aside()  # it has the pruned network, which may be what is wrong
+        earlier = Run(self.recipe, self.folder, faults)
+        warnings.warn(f"{error}; back to epoch {earlier.done} with {0.5**rolled_back:g} of the step", stacklevel=2)
+        return earlier
 
     def layers(self) -> list[dict[str, Any]]:
         """What is left of every layer."""
@@ -236,7 +285,15 @@ class Run:
         """Of the learning rate, at a step counted from the beginning of the run."""
         steps = self.recipe.epochs * len(self.batches)
         falling = self.recipe.training.lr_decay * steps
-        return min(1.0, (steps - step) / falling) if falling else 1.0
+        scale = 0.5 ** rollbacks(self.guard.faults)
+        return scale * min(1.0, (steps - step) / falling) if falling else scale
+
+    def _shorten_step(self, faults: Sequence[dict[str, Any]]) -> None:
+        """For the step that comes next; those after it get theirs from `_lr_factor`."""
+        missing = rollbacks(faults) - rollbacks(self.guard.faults)
+        self.guard.faults = list(faults)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5**missing
 
     def _flops(self) -> int:
         return count(self.model, self.example)[1]
@@ -248,6 +305,7 @@ class Run:
             "method": self.method.state_dict(),
             "batches": self.batches.state_dict(),
             "record": self.record.state_dict(),
+            "guard": self.guard.state_dict(),
             "random": torch.get_rng_state(),
         }
 
@@ -257,12 +315,15 @@ class Run:
         self.method.load_state_dict(state["method"])
         self.batches.load_state_dict(state["batches"])
         self.record.load_state_dict(state["record"])
+        self.guard.load_state_dict(state["guard"])
         torch.set_rng_state(state["random"])
         self.done = epoch
 
     def _write_lines(self) -> None:
         self.folder.write_lines("metrics", self.record.metrics)
         self.folder.write_lines("events", self.record.events)
+        if self.guard.faults:
+            self.folder.write_lines("faults", self.guard.faults)
 
 
 @contextlib.contextmanager

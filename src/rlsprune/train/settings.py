@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["PruningSettings", "TrainingSettings"]
+__all__ = ["ON_FAULT", "PruningSettings", "TrainingSettings"]
+
+ON_FAULT = ("raise", "skip", "rollback")
+"""What a run does about a NaN, an infinity or a loss that diverges: it stops, leaves the batch out, or goes back to its
+last checkpoint with half the step."""
 
 
 @dataclass(frozen=True)
