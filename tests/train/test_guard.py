@@ -138,7 +138,8 @@ def test_batches_cannot_be_skipped_for_ever(tmp_path: Path) -> None:
         pytest.raises(FaultError, match="epoch 1, batch 11: the loss is nan"),
     ):
         train_and_prune(replace(sabotaged("skip", loss=Once(1, 1000)), batch_size=4), RunFolder(tmp_path / "a"))
-    assert len(caught) == 10
+    # One more is torch's own: the first step was left out, so its scheduler stepped before the optimizer.
+    assert sum("the batch was skipped" in str(line.message) for line in caught) == 10
     with (
         pytest.warns(UserWarning, match="skipped"),
         pytest.raises(FaultError, match="3 batches: every batch was left out"),
