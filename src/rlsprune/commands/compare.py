@@ -27,28 +27,17 @@ SWEEP_EXAMPLES = """Examples: `rlsprune sweep digits-fnn --method rls-paper --ep
 `RAY_ADDRESS=head:6379 rlsprune sweep mnist-fnn --ray --out /shared/sweep`"""
 
 
+@options.with_training
 def compare(
     experiment: options.ExperimentName,
+    training: dict[str, Any],
     methods: Annotated[
         str, typer.Option("--methods", help=f"Separated by commas, of {', '.join(COMPARED)}. Default: all.")
     ] = ",".join(COMPARED),
     seeds: options.Seeds = "0",
-    preset: options.PresetName = "short",
-    epochs: options.Epochs = None,
     ratio: options.Ratio = None,
-    warmup_epochs: options.Warmup = None,
     prune_epoch: options.PruneEpoch = None,
-    gate: options.Gate = None,
-    loss: options.Loss = "mse",
-    batch_size: options.BatchSize = None,
-    train_images: options.TrainImages = None,
-    test_images: options.TestImages = None,
-    augment: options.Augment = None,
-    data_dir: options.DataDir = None,
-    no_verify: options.NoVerify = False,
     out: options.Out = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
     jobs: options.Jobs = 1,
     finished: Annotated[
         bool, typer.Option("--finished", help="Run nothing: compare the runs in --out that are finished.")
@@ -56,25 +45,15 @@ def compare(
     quiet: options.Quiet = False,
 ) -> None:
     """Run all methods and their unpruned twins, and put them beside the paper's table. Finished runs are kept."""
-    machine = options.resolve(device, threads, data_dir, no_verify, jobs)
-    folder = _out(out, f"compare-{experiment}-{preset}")
+    folder = _out(out, f"compare-{experiment}-{training['preset']}")
     runs = plan_comparison(
         experiment,
         _methods(methods),
         options.numbers("--seeds", seeds, int),
         folder,
-        preset=preset,
-        epochs=epochs,
         ratio=ratio,
-        warmup_epochs=warmup_epochs,
         prune_epoch=prune_epoch,
-        gate=gate,
-        loss=loss,
-        batch_size=batch_size,
-        train_images=train_images,
-        test_images=test_images,
-        augment=augment,
-        **machine,
+        **options.settings(training, jobs),
     )
     if finished:
         runs = _finished(runs, folder)
@@ -96,25 +75,14 @@ def compare(
     typer.echo(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json, comparison.png and report.html")
 
 
+@options.with_training
 def sweep(
     experiment: options.ExperimentName,
+    training: dict[str, Any],
     method: Annotated[str, typer.Option("--method", help="rls or rls-paper.")] = "rls",
     ratios: Annotated[str, typer.Option("--ratios", help="Values of ξ, separated by commas.")] = "0.2,0.3,0.4,0.5",
-    seed: Annotated[int, typer.Option("--seed", help="Of initialisation and shuffling.")] = 0,
-    preset: options.PresetName = "short",
-    epochs: options.Epochs = None,
-    warmup_epochs: options.Warmup = None,
-    gate: options.Gate = None,
-    loss: options.Loss = "mse",
-    batch_size: options.BatchSize = None,
-    train_images: options.TrainImages = None,
-    test_images: options.TestImages = None,
-    augment: options.Augment = None,
-    data_dir: options.DataDir = None,
-    no_verify: options.NoVerify = False,
+    seed: options.Seed = 0,
     out: options.Out = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
     jobs: options.Jobs = 1,
     ray: Annotated[
         bool, typer.Option("--ray", help="On a Ray cluster (RAY_ADDRESS, or a local one) that shares the folder.")
@@ -122,8 +90,7 @@ def sweep(
     quiet: options.Quiet = False,
 ) -> None:
     """Prune at several ratios ξ and draw the paper's three panels. Finished runs are kept."""
-    machine = options.resolve(device, threads, data_dir, no_verify, jobs)
-    folder = _out(out, f"sweep-{experiment}-{method}-{preset}")
+    folder = _out(out, f"sweep-{experiment}-{method}-{training['preset']}")
     values: list[float] = options.numbers("--ratios", ratios, float)
     runs = plan_sweep(
         experiment,
@@ -131,16 +98,7 @@ def sweep(
         values,
         [seed],
         folder,
-        preset=preset,
-        epochs=epochs,
-        warmup_epochs=warmup_epochs,
-        gate=gate,
-        loss=loss,
-        batch_size=batch_size,
-        train_images=train_images,
-        test_images=test_images,
-        augment=augment,
-        **machine,
+        **options.settings(training, jobs),
     )
     _run(runs, jobs, quiet, on_ray=ray)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,36 +14,6 @@ import typer
 from rlsprune.experiments.config import GATES, LOSSES
 from rlsprune.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
 from rlsprune.train.settings import ON_FAULT
-
-__all__ = [
-    "Augment",
-    "BatchSize",
-    "DataDir",
-    "Deterministic",
-    "Device",
-    "Epochs",
-    "ExperimentName",
-    "Gate",
-    "Jobs",
-    "Loss",
-    "MethodName",
-    "NoVerify",
-    "OnFault",
-    "OptimizerName",
-    "Out",
-    "PresetName",
-    "PruneEpoch",
-    "Quiet",
-    "Ratio",
-    "Seeds",
-    "TensorBoard",
-    "TestImages",
-    "Threads",
-    "TrainImages",
-    "Warmup",
-    "numbers",
-    "resolve",
-]
 
 
 def _choices(names: tuple[str, ...]) -> str:
@@ -134,12 +106,58 @@ Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Only algorithms that give the same numbers every time.")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of initialisation and shuffling.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas: a run each.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for the results.")]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Write curves and histograms for TensorBoard into the run's folder.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+def _training(
+    preset: PresetName = "short",
+    epochs: Epochs = None,
+    warmup_epochs: Warmup = None,
+    gate: Gate = None,
+    loss: Loss = "mse",
+    batch_size: BatchSize = None,
+    train_images: TrainImages = None,
+    test_images: TestImages = None,
+    augment: Augment = None,
+    data_dir: DataDir = None,
+    no_verify: NoVerify = False,
+    device: Device = None,
+    threads: Threads = None,
+    on_fault: OnFault = None,
+    deterministic: Deterministic = False,
+) -> None:
+    """What `run`, `compare` and `sweep` can be told about how to train."""
+
+
+def with_training(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options of training to a command, which gets them together as its argument `training`."""
+    own, shared = (inspect.signature(function, eval_str=True).parameters for function in (command, _training))
+    parameters = [parameter for name, parameter in own.items() if name != "training"] + list(shared.values())
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> None:
+        training = {name: given.pop(name) for name in shared}
+        command(**given, training=training)
+
+    wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
+def settings(training: Mapping[str, Any], jobs: int = 1) -> dict[str, Any]:
+    """The options of training as `make_config` takes them."""
+    machine = ("device", "threads", "data_dir", "no_verify")
+    device, threads, data_dir, no_verify = (training[name] for name in machine)
+    others = {name: value for name, value in training.items() if name not in machine}
+    return others | resolve(device, threads, data_dir, no_verify, jobs)
 
 
 def resolve(

@@ -27,34 +27,21 @@ EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
 _WITH_RESUME = {"resume", "on_fault", "data_dir", "tensorboard", "quiet", "as_json"}
 
 
+@options.with_training
 def run(
     context: typer.Context,
+    training: dict[str, Any],
     experiment: options.ExperimentName = "digits-fnn",
     method: options.MethodName = "rls",
     optimizer: options.OptimizerName = None,
-    preset: options.PresetName = "short",
-    epochs: options.Epochs = None,
     ratio: options.Ratio = None,
-    warmup_epochs: options.Warmup = None,
     prune_epoch: options.PruneEpoch = None,
-    gate: options.Gate = None,
-    loss: options.Loss = "mse",
-    batch_size: options.BatchSize = None,
-    train_images: options.TrainImages = None,
-    test_images: options.TestImages = None,
-    augment: options.Augment = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of initialisation and shuffling.")] = 0,
+    seed: options.Seed = 0,
     shape_from: Annotated[
         Path | None,
         typer.Option("--from", help="For scratch: the folder of the rls run whose shape to take. Default: run it."),
     ] = None,
-    data_dir: options.DataDir = None,
-    no_verify: options.NoVerify = False,
     out: options.Out = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
-    on_fault: options.OnFault = None,
-    deterministic: options.Deterministic = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
     ] = None,
@@ -65,24 +52,10 @@ def run(
     """Train a network and prune it while it trains."""
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        _execute(_resumed(resume, data_dir, on_fault), resume, quiet, as_json, tensorboard)
+        config = _resumed(resume, training["data_dir"], training["on_fault"])
+        _execute(config, resume, quiet, as_json, tensorboard)
         return
-    machine = options.resolve(device, threads, data_dir, no_verify)
-    settings: dict[str, Any] = {
-        "preset": preset,
-        "epochs": epochs,
-        "warmup_epochs": warmup_epochs,
-        "gate": gate,
-        "loss": loss,
-        "batch_size": batch_size,
-        "train_images": train_images,
-        "test_images": test_images,
-        "augment": augment,
-        "seed": seed,
-        "on_fault": on_fault,
-        "deterministic": deterministic,
-        **machine,
-    }
+    settings = {"seed": seed, **options.settings(training)}
     config = make_config(experiment, method, optimizer=optimizer, ratio=ratio, prune_epoch=prune_epoch, **settings)
     folder = folders.new_folder(f"{config.experiment}-{config.method}-seed{config.seed}", out)
     if method == "scratch":
