@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlsprune import fit, tensorfile
+from rlsprune import compatibility, tensorfile
 from rlsprune._model import unwrap
 from rlsprune._tensors import memory_format
 from rlsprune.export import export_onnx, export_program
@@ -55,8 +55,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
         (2, 4)
     """
     model = unwrap(model)
-    tensors, aliases = _distinct(fit.named_tensors(model))
-    layers = fit.sized_layers(model)
+    tensors, aliases = _distinct(compatibility.named_tensors(model))
+    layers = compatibility.sized_layers(model)
     content = {
         "format": FORMAT,
         "layers": {name: read_sizes(layer) for name, layer in layers.items()},
@@ -96,22 +96,24 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
     from rlsprune.prune.surgery import replace_data  # here: what prunes also saves
 
     model = unwrap(into)
-    layers = fit.sized_layers(model)
-    selecting = {fit.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
-    own = {name: tensor for name, tensor in fit.named_tensors(model).items() if name not in selecting}
+    layers = compatibility.sized_layers(model)
+    selecting = {compatibility.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
+    own = {name: tensor for name, tensor in compatibility.named_tensors(model).items() if name not in selecting}
     for name, tensor in own.items():
-        if not fit.has_data(tensor):
+        if not compatibility.has_data(tensor):
             raise ValueError(f"{name!r} of the model has no data to replace: make the model on a real device first")
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
         content = _content(file)
-        sizes = fit.check_sized_layers(content["layers"], layers)
-        widths = fit.check_inputs(content["inputs"], layers)
+        sizes = compatibility.check_sized_layers(content["layers"], layers)
+        widths = compatibility.check_inputs(content["inputs"], layers)
         entries = file.entries
-        selectors = {fit.selector_name(name): name for name in widths}
-        sources = fit.check_names([name for name in entries if name not in selectors], content["aliases"], own)
-        fit.check_tensors({name: entries[source] for name, source in sources.items()}, own, model, sizes)
+        selectors = {compatibility.selector_name(name): name for name in widths}
+        sources = compatibility.check_names(
+            [name for name in entries if name not in selectors], content["aliases"], own
+        )
+        compatibility.check_tensors({name: entries[source] for name, source in sources.items()}, own, model, sizes)
         for name, layer_name in selectors.items():
-            fit.check_selector(layer_name, entries.get(name), sizes[layer_name]["in_features"])
+            compatibility.check_selector(layer_name, entries.get(name), sizes[layer_name]["in_features"])
         tensors = file.tensors()
         kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
     fresh = _on_devices(own, sources, tensors)
@@ -139,10 +141,10 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         content, entries = _content(file), file.entries
         kept = {}
         for layer, width in content["inputs"].items():
-            name = fit.selector_name(layer)
+            name = compatibility.selector_name(layer)
             if type(width) is not int:
                 raise ValueError(f"the input width of layer {quoted([layer])} is not a whole number")
-            fit.check_selector(layer, entries.get(name))
+            compatibility.check_selector(layer, entries.get(name))
             kept[layer] = check_kept(file.tensor(name), width).tolist()
         return {
             "format": content["format"],
@@ -172,7 +174,7 @@ def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if not fit.has_data(tensor):
+        if not compatibility.has_data(tensor):
             raise ValueError(
                 f"{name!r} has no data yet: run the model once, or move it to a real device, before saving"
             )
