@@ -50,18 +50,18 @@ class Source:
         """The error for this file, to be raised by the caller."""
         return DataError(self.path, problem, GET_AGAIN)
 
-    def read(self, count: int, what: str, limit: int = MAX_BYTES) -> npt.NDArray[np.uint8]:
+    def read(self, count: int, what: str, limit: int | None = None) -> npt.NDArray[np.uint8]:
         """Reads exactly `count` bytes.
 
         Args:
             count: how many; refused before allocating when the file cannot hold them or they exceed the limit.
             what: the part of the file, for the message.
-            limit: the most that is read at all.
+            limit: the most that is read at all; None for `MAX_BYTES`.
 
         Raises:
             DataError: the file is too short, or the count is absurd.
         """
-        possible = min(self.capacity, limit)
+        possible = min(self.capacity, MAX_BYTES if limit is None else limit)
         if count > possible:
             raise self.fail(f"it should have {count:,} bytes of {what}, but at most {possible:,} are possible")
         array = np.empty(count, dtype=np.uint8)

@@ -18,6 +18,7 @@ from rlsprune.optim.rls import RLS
 from rlsprune.profile import count
 from rlsprune.prune.pruner import Pruner
 from rlsprune.prune.snapshot import Snapshot
+from rlsprune.train.guard import Guard
 from rlsprune.train.loop import Batch, Loss, evaluate, train_epoch
 from rlsprune.train.unpruned import NoPruning
 
@@ -144,6 +145,7 @@ def shrink(
     pruner = Pruner(
         model, recovery, example, ratio=ratio, criterion=criterion, ignore=ignore, round_to=round_to, target=target
     )
+    guard = Guard(model)
     front = _Front(model, recovery, example, score, max_drop, on_point)
     try:
         while front.within and not pruner.target_reached:
@@ -151,8 +153,9 @@ def shrink(
             if pruner.prune() is None:
                 break
             front.pruned()
-            for _ in range(recovery_epochs):
-                train_epoch(model, recovery, batches, loss, NoPruning(model, example))
+            for epoch in range(recovery_epochs):
+                guard.start_epoch(front.epochs + 1, after_prune=epoch == 0)
+                train_epoch(model, recovery, batches, loss, NoPruning(model, example), guard=guard)
                 front.trained()
                 if front.recovered:
                     break
@@ -199,7 +202,7 @@ class _Front:
     ) -> None:
         self._model, self._optimizer, self._example = model, optimizer, example
         self._score_of, self._max_drop, self._on_point = score, max_drop, on_point
-        self._started, self._epochs = time.perf_counter(), 0
+        self._started, self.epochs = time.perf_counter(), 0
         self.points: list[FrontPoint] = []
         self.pruned()
         self.add()
@@ -210,14 +213,14 @@ class _Front:
 
     def trained(self) -> None:
         """So has an epoch of recovery."""
-        self._epochs += 1
+        self.epochs += 1
         self._score = self._timed_score()
 
     def add(self) -> None:
         """The network as it is now is a point of the front."""
         params, flops = count(self._model, self._example)
         seconds = time.perf_counter() - self._started
-        self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self._epochs, seconds))
+        self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds))
         if self.within:
             self.chosen = self.points[-1]
             self.best = Snapshot(self._model, self._optimizer, copy=True)
