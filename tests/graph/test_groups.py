@@ -120,6 +120,11 @@ class TestInputs:
         assert not any(group.is_input for group in graph)
         assert reason in graph.skipped["input"]
 
+    def test_network_that_takes_one_number_of_its_input(self) -> None:
+        forward = lambda self, x: self.b(self.a((x - x.mean()) / x.std()).relu())  # noqa: E731
+        graph = find_groups(Custom(forward, a=nn.Linear(6, 6), b=nn.Linear(6, 2)), torch.randn(2, 6))
+        assert [group.name for group in graph] == ["a"]
+
 
 class TestLeftAlone:
     def test_ignored_layer_keeps_what_it_makes_but_not_what_it_reads(self) -> None:

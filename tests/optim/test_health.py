@@ -89,6 +89,25 @@ def test_where_the_host_does_not_wait_a_fault_is_masked_and_reported_later(
         optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["batch", "direct"])
+def test_where_the_host_does_not_wait_a_broken_p_harms_no_weight(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepared("raise")
+    optimizer.inverse("3")[0, 0] = torch.nan
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    velocities = [state["velocity"].clone() for state in optimizer.state.values()]
+    monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
+    model(torch.rand(4, 30)).square().mean().backward()
+    if way == "direct":
+        model[3].weight.grad[0, 0] += 1  # no longer the product of inputs and deltas
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    for state, velocity in zip(optimizer.state.values(), velocities, strict=True):
+        assert torch.equal(state["velocity"], velocity)
+    with pytest.raises(FloatingPointError, match="of layer '3'"):
+        optimizer.check()
+
+
 def test_a_report_under_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
     monkeypatch.setattr("rlsprune.optim.faults._Look.arrived", False)

@@ -112,6 +112,20 @@ def test_fault_stops_the_run_in_its_step_with_everything_saved(tmp_path: Path, c
     assert numbers(folder) == numbers(whole)
 
 
+def test_news_of_the_last_steps_is_waited_for_before_the_epoch_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on an accelerator that is slow to tell.
+    monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
+    monkeypatch.setattr("rlsprune.optim.faults._Look.arrived", False)
+    folder = RunFolder(tmp_path)
+    with pytest.raises(FaultError, match=r"is saved up to epoch 3.: epoch 4, batch 3: not finite: the gradient"):
+        train_and_prune(sabotaged("raise", gradient=Once(4 * BATCHES)), folder)
+    with pytest.warns(UserWarning, match="epoch 4, batch 3: not finite: the gradient.*was skipped"):
+        train_and_prune(sabotaged("skip", gradient=Once(4 * BATCHES)), RunFolder(tmp_path / "skipped"))
+    assert RunFolder(tmp_path / "skipped").finished
+
+
 @pytest.mark.parametrize("case", ["loss", "gradient", "gradient, SGD"])
 def test_skipped_batch_changes_nothing_and_is_named(tmp_path: Path, case: str) -> None:
     spoil, build, said = CASES[case]

@@ -167,6 +167,7 @@ class _RawInputs(TorchFunctionMode):
         elif (
             isinstance(result, Tensor)
             and touched[0] is first
+            and result.ndim > 0
             and _keeps_features(name, touched[0], result.shape[-1], args, kwargs)
         ):
             self._raw[id(result)] = (self._raw[id(first)][0], result)

@@ -72,7 +72,7 @@ def velocity_step_(
     left: Tensor,
     right: tuple[Tensor, Tensor | None],
     *,
-    momentum: float | Tensor,
+    momentum: float,
     scale: Tensor,
 ) -> None:
     """Eq. (21) in place: ``Ψ ← α·Ψ − (η/h)·P∇``, with the preconditioned gradient given as ``left @ right``.
@@ -90,9 +90,7 @@ def velocity_step_(
     """
     left = left * -scale[:, None, None]
     columns, bias_column = right
-    if isinstance(momentum, Tensor):
-        weight_velocity.mul_(momentum)
-    weight_velocity.baddbmm_(left, columns, beta=1 if isinstance(momentum, Tensor) else momentum)
+    weight_velocity.baddbmm_(left, columns, beta=momentum)
     if bias_velocity is not None and bias_column is not None:
         bias_velocity.mul_(momentum).add_((left @ bias_column.unsqueeze(-1)).squeeze(-1))
 

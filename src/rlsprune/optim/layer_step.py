@@ -99,16 +99,16 @@ class LayerStep:
             gate: None, or a 0-dim bool on the device: where it is False, everything stays as it was.
         """
         group = self.group
-        lr, momentum = group["lr"], group["momentum"]
+        lr = group["lr"]
         h = group["forgetting"] + group["mean_scale"] * sum(self.excitations)
-        scale = lr / h
-        if gate is not None:
-            scale = torch.where(gate, scale, 0)
-            momentum = torch.where(gate, momentum, 1.0)
-        self._move_velocities(state, momentum, scale, gate)
-        for p in (self.weight, self.bias):
-            if p is None:
-                continue
+        parameters = [p for p in (self.weight, self.bias) if p is not None]
+        # What is not finite spoils what it is multiplied with, even by zero: velocities are put back, not spared.
+        before = [] if gate is None else [local(state[p][VELOCITY]).clone() for p in parameters]
+        self._move_velocities(state, group["momentum"], lr / h)
+        for p, old in zip(parameters, before, strict=False):
+            velocity = local(state[p][VELOCITY])
+            velocity.copy_(torch.where(gate, velocity, old))  # type: ignore[arg-type]  # there is a gate
+        for p in parameters:
             if p.grad is None:  # frozen: it gathers no speed
                 state[p][VELOCITY].zero_()
             else:
@@ -116,9 +116,7 @@ class LayerStep:
         for P, u, excitation in zip(self.blocks, self.gains, self.excitations, strict=True):
             self._update_inverse(P, u, group["forgetting"] + group["mean_scale"] * excitation, gate)
 
-    def _move_velocities(
-        self, state: Mapping[Tensor, dict[str, Any]], momentum: float | Tensor, scale: Tensor, gate: Tensor | None
-    ) -> None:
+    def _move_velocities(self, state: Mapping[Tensor, dict[str, Any]], momentum: float, scale: Tensor) -> None:
         groups, n = len(self.blocks[0]), self.weight.shape[1:].numel()
         velocity = _rows(local(state[self.weight][VELOCITY]), groups, n)
         bias_velocity = None if self.bias is None else local(state[self.bias][VELOCITY]).view(groups, -1)
@@ -126,8 +124,8 @@ class LayerStep:
             functional.velocity_step_(velocity, bias_velocity, *self.factors, momentum=momentum, scale=scale)
             return
         dtype = self.blocks[0].dtype
-        weight_grad = _rows(_grad(self.weight, gate).to(dtype), groups, n)
-        bias_grad = None if self.bias is None else _grad(self.bias, gate).to(dtype).reshape(groups, -1)
+        weight_grad = _rows(_grad(self.weight).to(dtype), groups, n)
+        bias_grad = None if self.bias is None else _grad(self.bias).to(dtype).reshape(groups, -1)
         start = 0
         for P in self.blocks:
             end = min(start + P.shape[-1], n)
@@ -169,15 +167,12 @@ def step_parameter_(parameter: Tensor, velocity: Tensor, decay: float | Tensor, 
             parameter.mul_(1 - decay)
         parameter.add_(velocity)
     else:
-        parameter.mul_(torch.where(gate, 1 - decay, 1.0)).add_(velocity * gate)
+        parameter.mul_(torch.where(gate, 1 - decay, 1.0)).add_(torch.where(gate, velocity, 0))
 
 
-def _grad(parameter: Tensor, gate: Tensor | None) -> Tensor:
-    """The gradient; zero for a frozen parameter of a layer that is otherwise trained, or where the gate is closed."""
-    if parameter.grad is None:
-        return torch.zeros_like(local(parameter))
-    grad = local(parameter.grad)
-    return grad if gate is None else torch.where(gate, grad, 0)
+def _grad(parameter: Tensor) -> Tensor:
+    """The gradient; zero for a frozen parameter of a layer that is otherwise trained."""
+    return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
 
 
 def _rows(weight: Tensor, groups: int, inputs: int) -> Tensor:

@@ -106,8 +106,8 @@ class RLS(Optimizer):
             fallback_lr: Learning rate of the momentum SGD for every other parameter.
             dtype: Of P; None for float32, or the weight's if wider. Never half.
             on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite. Either
-                way nothing has changed. On an accelerator the fault is reported at the next step, since looking at
-                once would make the host wait.
+                way nothing has changed. On an accelerator a later step tells, since looking at once would make the
+                host wait; :meth:`report_faults` waits and tells.
             shard: With several processes, keep P and velocity of a layer, and compute its step, on one of them alone
                 (balanced by cost), which sends the new weights to the others. With one process it changes nothing.
             process_group: The processes that train this model together, each with its share of every batch; None for
@@ -210,6 +210,16 @@ class RLS(Optimizer):
             for recorder in self._recorders.values():
                 recorder.clear()
         return loss
+
+    def report_faults(self) -> None:
+        """Waits for the steps taken so far, and raises or warns if one of them was not finite.
+
+        On the CPU every step tells by itself. On an accelerator a later one does, when the news has arrived.
+
+        Raises:
+            FloatingPointError: One was not, with ``on_fault="raise"``.
+        """
+        self._faults.report(wait=True)
 
     def _step(self) -> None:
         steps: list[LayerStep] = []
@@ -352,7 +362,7 @@ class RLS(Optimizer):
         Args:
             at_most: Layers with more inputs than this in a block of P are left out; None: all are measured.
         """
-        self._faults.report(wait=True)
+        self.report_faults()
         kept = {name: blocks for name in self._recorders if (blocks := self._own_blocks(name))}
         return {
             name: layer_health(name, blocks)

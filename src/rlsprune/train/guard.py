@@ -111,6 +111,14 @@ class Guard:
         self._skips = 0
         return True
 
+    def last_step(self, optimizer: Optimizer) -> None:
+        """The epoch's last step was taken: what is still to be told about it and those before is told now."""
+        if isinstance(optimizer, RLS):
+            try:
+                optimizer.report_faults()
+            except FloatingPointError as error:
+                self._fault(str(error), "lower the learning rate")
+
     def epoch_loss(self, what: str, value: float) -> None:
         """Looks at a loss over many batches, which cannot be skipped.
 

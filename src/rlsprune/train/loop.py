@@ -97,6 +97,7 @@ def train_epoch(
                 sums.append(last * len(batch[1]))
                 seen += len(batch[1])
         on_batch(number, last)
+    guard.last_step(optimizer)
     if not sums and number:
         raise FaultError("every batch was left out", f"{number} batches")
     if not sums:

@@ -107,6 +107,8 @@ class Run:
             self.data.train, torch.Generator().manual_seed(recipe.seed), len(self.data.train)
         )
         self.example = recipe.example()
+        device = self.example.device
+        self._generator = None if device.type == "cpu" else torch.get_device_module(device)
         self.model = recipe.build_model()
         self.unpruned = _Unpruned(count_retained(self.model, self.example), self._flops())
         saved = self._load_checkpoint()
@@ -307,6 +309,7 @@ class Run:
             "record": self.record.state_dict(),
             "guard": self.guard.state_dict(),
             "random": torch.get_rng_state(),
+            "device_random": None if self._generator is None else self._generator.get_rng_state(),
         }
 
     def _restore(self, epoch: int, state: dict[str, Any]) -> None:
@@ -317,6 +320,9 @@ class Run:
         self.record.load_state_dict(state["record"])
         self.guard.load_state_dict(state["guard"])
         torch.set_rng_state(state["random"])
+        # A run that goes on on another kind of device draws its dropout, say, from there anew.
+        if self._generator is not None and state.get("device_random") is not None:
+            self._generator.set_rng_state(state["device_random"])
         self.done = epoch
 
     def _write_lines(self) -> None:
