@@ -105,3 +105,11 @@ def test_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -> 
     path = archive(tmp_path / "a.npz", x_train=npy(np.zeros((6, 4))) + bytes(8))
     with pytest.raises(DataError, match="not the size of its shape"):
         read_npz(path)
+
+
+@pytest.mark.parametrize("code", [0x110000, 0xFFFFFFFF, 0xD800])
+def test_names_outside_unicode_are_refused(tmp_path: Path, code: int) -> None:
+    names = np.array(list("ababab"))
+    names.view(np.uint32)[3] = code
+    with pytest.raises(DataError, match="names that are not text"):
+        read_npz(archive(tmp_path / "a.npz", y_train=npy(names)))

@@ -27,6 +27,7 @@ _WRITE = "Write it with numpy.savez(path, x_train=…, y_train=…, x_test=…, 
 _CHANNELS = (1, 3, 4)
 _MAX_EXPANSION = 64  # times the size of the file, or MAX_BYTES: real data do not pack better
 _MAX_ITEM = 4096  # bytes
+_LAST_CHARACTER, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)  # of Unicode
 # As damaged archives and headers make zipfile and NumPy raise; RuntimeError is for encrypted members.
 _ZIP_ERRORS = (
     OSError,
@@ -116,6 +117,10 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Arr
         data = Source(path, cast(Readable, file), size).read(size, member.filename, limit=size)
         if file.read(1):
             raise DataError(path, f"{member.filename} goes on after its end", _WRITE)
+    if dtype.kind == "U":
+        codes = data.view(np.dtype("u4").newbyteorder(dtype.byteorder))
+        if ((codes > _LAST_CHARACTER) | ((codes >= _SURROGATES[0]) & (codes <= _SURROGATES[1]))).any():
+            raise DataError(path, f"{member.filename} holds names that are not text", _WRITE)
     array: Array = data.view(dtype).reshape(shape[::-1] if in_columns else shape)
     return np.ascontiguousarray(array.T) if in_columns else array
 
@@ -133,7 +138,8 @@ def _inputs(path: Path, key: str, array: Array) -> Array:
         )
     if array.dtype == np.uint8:
         return array[:, None] if array.ndim == 3 else array
-    values = array.astype(np.float32)
+    with np.errstate(over="ignore"):  # what does not fit becomes infinite
+        values = array.astype(np.float32)
     if not np.isfinite(values).all():
         raise DataError(path, f"{key} holds a NaN or an infinity", "Replace or leave out such entries")
     return values

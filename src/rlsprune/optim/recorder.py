@@ -121,7 +121,7 @@ class Recorder:
             rows * (n + out) < n * out
             and inputs.dtype == output.dtype == layer.weight.dtype == self.precision(layer.weight)
             # Inside activation checkpointing or offloading, keeping X would undo what the user asked for.
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            and not _saved_tensors_are_handled()
         )
 
     def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
@@ -212,3 +212,9 @@ class ForwardHook:
         if recorder is not None:
             recorder.observe(layer, inputs, output)
         return None
+
+
+def _saved_tensors_are_handled() -> bool:
+    """Whether what autograd saves goes through the user's hooks. Releases of torch before 2.7 do not tell: perhaps."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
