@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 
 from rlsprune.live import LiveObserver
+from rlsprune.terminal import LineObserver
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.method import Retained
 
@@ -147,6 +148,26 @@ def frame(observer: LiveObserver, console: Console) -> str:
     with other.capture() as captured:
         other.print(observer._render())
     return captured.get()
+
+
+@pytest.mark.parametrize("kind", [LineObserver, LiveObserver])
+@pytest.mark.parametrize("name", ["nets[v2].py:f", "nets[/v2].py:f", ":cat:"])
+def test_names_are_shown_as_they_are(kind: type[LineObserver], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    observer = kind()
+    observer.start({"method": "rls", "experiment": name, "seed": 0}, 0, 9, 5)
+    observer.network(torch.nn.Identity(), [{**rows(7)[0], "name": name}], [])
+    observer.event(
+        {
+            "epoch": 1,
+            "kind": "prune",
+            "layers": [{"name": name, "before": 2, "after": 1}],
+            "precision_before": 1.0,
+            "precision_after": 1.0,
+        }
+    )
+    observer.close()
+    assert f"rls on {name}, seed 0" in (shown := capsys.readouterr().out)
+    assert f"pruned {name} 2→1" in shown
 
 
 METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "precision": 90.0, "weights_percent": 40.0}

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import io
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,8 @@ from rlsprune.files import replacing
 __all__ = ["ExportError", "export_onnx", "export_program"]
 
 TOLERANCE = 1e-5  # on the outputs, relative to the largest of them if that is above 1
+
+_TALKATIVE = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -94,7 +98,8 @@ def export_onnx(model: nn.Module, example_inputs: ExampleInputs, path: str | os.
             raise ExportError(f"torch.onnx gave no program for {type(plain).__name__}: it may be older than 2.6")
         with replacing(path) as temporary:
             program.save(temporary, external_data=False)
-            engine = runtime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
+            with _explained(plain, path):
+                engine = runtime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
             names = [node.name for node in engine.get_inputs()]
 
             def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -121,22 +126,30 @@ def _explained(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]
     except Exception as error:  # the tracers raise nearly every type there is
         raise ExportError(
             f"{type(model).__name__} cannot be exported to {os.fspath(path)} with a batch of variable size: its "
-            f"forward must not depend on the batch's size or on values of tensors ({str(error).strip()[:500]})"
+            f"forward must not depend on the batch's size or on values of tensors ({_reason(error)})"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what the tracer said, without colours; torch.onnx wraps it in advice for its own developers."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error)).strip().splitlines()
+    return lines[0][:500] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch's exporter says about torchvision's operators and about torch's own deprecated functions."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without what torch's exporter says about other packages and itself, and the programs it prints when it fails."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _batch_size(call: Call) -> int:

@@ -36,7 +36,7 @@ class LiveObserver(LineObserver):
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        super().__init__(console or Console(highlight=False))
+        super().__init__(console or Console(highlight=False, markup=False, emoji=False))
         self._progress = Progress(
             TextColumn("{task.description:<9}"),
             BarColumn(bar_width=None),

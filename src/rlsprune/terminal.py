@@ -46,7 +46,7 @@ class LineObserver(Observer):
     """A line per epoch and per event."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
         self._epochs = 0
 
     def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:

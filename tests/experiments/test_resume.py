@@ -117,6 +117,22 @@ def test_resuming_a_finished_run_changes_nothing(
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
+def test_run_of_a_device_that_is_not_here_goes_on_with_another(
+    tmp_path: Path, tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_json(
+        "config", make_config("digits-fnn", "none", **{**tiny, "epochs": 1, "device": "cuda:99"}).to_dict()
+    )
+    assert main(["run", "--resume", str(folder.path)]) == 2
+    assert "device cuda:99 cannot be used here" in capsys.readouterr().err
+    assert main(["run", "--resume", str(folder.path), "--device", "cpu", "--quiet"]) == 0
+    assert folder.read_json("config")["device"] == "cpu"
+    folder.write_json("config", {**folder.read_json("config"), "device": "cuda:99"})
+    assert main(["pareto", str(folder.path)]) == 2
+    assert "--device cuda:99 cannot be used here" in capsys.readouterr().err
+
+
 def test_resume_takes_no_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RunFolder(tmp_path).write_json("config", make_config("digits-fnn").to_dict())
     assert main(["run", "--resume", str(tmp_path), "--epochs", "9"]) == 2

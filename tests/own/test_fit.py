@@ -259,9 +259,60 @@ def test_interrupt_ends_with_the_command_that_resumes(
     assert (out / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_network_that_cannot_be_exported_keeps_the_result_of_its_training(
+    networks: Path, npz: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    command = ["fit", f"{networks}:branching", "--data", str(npz), "--out", str(out), "--no-prune", "--json"]
+    assert main([*command, "--epochs", "1", "--threads", "1"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out) == RunFolder(out).read_json("summary")
+    assert said.err.startswith("No model.onnx was written: Branching cannot be exported")
+    assert len(said.err.splitlines()) == 1
+    assert "\x1b" not in said.err
+    assert (out / "report.html").is_file()
+    assert not (out / "model.onnx").exists()
+
+
+def test_file_that_is_not_there_is_not_said_to_be_one_of_the_catalogue(
+    networks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, said in (("none.npz", "numpy.savez"), ("photos", "Give a folder of images or an .npz file")):
+        assert main(["fit", f"{networks}:mlp", "--data", str(tmp_path / name)]) == 3
+        error = capsys.readouterr().err
+        assert f"{name}': there is no such file" in error
+        assert said in error
+        assert "data get" not in error
+
+
+def test_run_of_a_device_that_is_not_here_goes_on_with_another(
+    networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    config = make_fit_config(f"{networks}:mlp", npz, epochs=1, device="cuda:99")
+    folder.write_json("config", config.to_dict())
+    fails(capsys, ["--resume", str(folder.path)], 2, "--device cuda:99 cannot be used here", "such as cpu")
+    command = ["fit", "--resume", str(folder.path), "--device", "cpu", "--on-fault", "skip", "--quiet"]
+    assert main(command) == 0
+    assert folder.finished
+    written = folder.read_json("config")
+    assert (written["device"], written["on_fault"]) == ("cpu", "skip")
+    assert main(["pareto", str(folder.path)]) == 2
+    assert "holds a run of `rlsprune fit`: give the folder of one of `rlsprune run`" in capsys.readouterr().err
+
+
+def test_faults_and_determinism_are_the_recipes(npz: Path, networks: Path) -> None:
+    config = make_fit_config(f"{networks}:mlp", npz, on_fault="rollback", deterministic=True)
+    recipe = make_own_recipe(config, load_own_data(config))
+    assert (recipe.on_fault, recipe.deterministic) == ("rollback", True)
+    old = {name: value for name, value in config.to_dict().items() if name not in ("on_fault", "deterministic")}
+    assert FitConfig.from_dict(old) == replace(config, on_fault="raise", deterministic=False)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["m:f", "--data", "d.npz", "--on-fault", "shrug"], "--on-fault shrug"),
         ([], "give a model and --data"),
         (["--resume", "x", "--epochs", "3"], "leave out epochs"),
         (["m:f", "--data", "d.npz", "--target", "1.5"], "--target 1.5"),

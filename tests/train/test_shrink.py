@@ -114,3 +114,10 @@ def test_no_batch_and_no_held_out_batches_are_said(trained: nn.Module) -> None:
         rlsprune.shrink(trained, [], target={"params": 0.5}, valid=batches(1))
     with pytest.warns(UserWarning, match="held-out"):
         rlsprune.shrink(trained, batches(0, 2), target={"params": 0.9}, recovery_epochs=0)
+
+
+@pytest.mark.parametrize("name", ["data", "valid"])
+def test_batches_that_can_be_used_once_are_refused(trained: nn.Module, name: str) -> None:
+    given = {"data": batches(0), "valid": batches(1), name: iter(batches(0))}
+    with pytest.raises(ValueError, match=f"{name} can be gone through only once"):
+        rlsprune.shrink(trained, target={"params": 0.5}, **given)  # type: ignore[arg-type]

@@ -146,7 +146,7 @@ def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool, on_ray: bool = Fals
     from rlsprune.experiments.jobs import run_all
     from rlsprune.terminal import describe
 
-    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    console = Console(highlight=False, soft_wrap=True, quiet=quiet, markup=False, emoji=False)
     done = 0
 
     def report(run: PlannedRun, summary: dict[str, Any], before: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a s
 `rlsprune fit my_module:build_model --data photos/ --image-size 64 --weights trained.safetensors --optimizer adamw` ·
 `rlsprune fit --resume runs/build_model-photos-seed0`"""
 
-_WITH_RESUME = {"resume", "tensorboard", "quiet", "as_json"}
+_WITH_RESUME = {"resume", "device", "on_fault", "tensorboard", "quiet", "as_json"}
 _RATES = "; ".join(f"{name} {scratch:g}, with --weights {tuned:g}" for name, (scratch, tuned) in LEARNING_RATES.items())
 _RATES += f"; rls with batch norm {BATCH_NORM_RATE:g}"
 
@@ -77,6 +78,8 @@ def fit(
     out: options.Out = None,
     device: options.Device = None,
     threads: options.Threads = None,
+    on_fault: options.OnFault = None,
+    deterministic: options.Deterministic = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
     ] = None,
@@ -87,7 +90,7 @@ def fit(
     """Train your own network and prune it while it trains; get the small model, its ONNX file and a report."""
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        _execute(_resumed(resume), resume, quiet, as_json, tensorboard)
+        _execute(_resumed(resume, device, on_fault), resume, quiet, as_json, tensorboard)
         return
     if model is None or data is None:
         raise ValueError("give a model and --data, for example: rlsprune fit my_module:build_model --data photos/")
@@ -112,18 +115,23 @@ def fit(
         seed=seed,
         device=machine["device"],
         threads=machine["threads"],
+        on_fault=on_fault,
+        deterministic=deterministic,
     )
     name = f"{model.rpartition(':')[2]}-{data.stem}-seed{seed}"
     _execute(config, folders.new_folder(name, out), quiet, as_json, tensorboard)
 
 
-def _resumed(path: Path) -> FitConfig:
+def _resumed(path: Path, device: str | None, on_fault: str | None) -> FitConfig:
     from rlsprune.train.folder import RunFolder
 
-    return FitConfig.from_dict(RunFolder(path).read_json("config"))
+    config = FitConfig.from_dict(RunFolder(path).read_json("config"))
+    device = options.usable_device(device or config.device)
+    return replace(config, device=device, on_fault=on_fault or config.on_fault)
 
 
 def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorboard: bool) -> None:
+    from rlsprune.export import ExportError
     from rlsprune.own.run import fit as run_fit
     from rlsprune.own.run import missing_onnx_packages
     from rlsprune.report import write_report
@@ -142,6 +150,9 @@ def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorbo
         if folder.started:
             typer.echo(f"Go on with: rlsprune fit --resume {shlex.quote(str(path))}", err=True)
         raise
+    except ExportError as error:  # the training stands
+        typer.echo(f"No model.onnx was written: {error}", err=True)
+        summary = folder.read_json("summary")
     if not leads():
         return
     write_report([path], path / "report.html")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from rlsprune.commands import options
 from rlsprune.distributed.session import leads, started_by_torchrun
+from rlsprune.experiments.config import RunConfig
 
 if TYPE_CHECKING:
     from rlsprune.train.folder import RunFolder
 
-__all__ = ["new_folder", "open_folder", "refuse_other_options"]
+__all__ = ["new_folder", "open_folder", "read_config", "refuse_other_options"]
 
 
 def new_folder(name: str, out: Path | None) -> Path:
@@ -35,6 +38,25 @@ def open_folder(path: Path) -> RunFolder:
     from rlsprune.train.folder import FollowedFolder, RunFolder
 
     return RunFolder(path) if leads() else FollowedFolder(path)
+
+
+def read_config(path: Path, of_fit: str, device: str | None, data_dir: Path | None) -> RunConfig:
+    """The config of a run of `rlsprune run`, on a device that this machine has.
+
+    Args:
+        path: The run's folder.
+        of_fit: What to do if it is a run of `rlsprune fit`.
+        device: None for the run's own.
+        data_dir: None for the run's own.
+    """
+    from rlsprune.train.folder import RunFolder
+
+    values = RunFolder(path).read_json("config")
+    if "import_from" in values:
+        raise ValueError(f"{path} holds a run of `rlsprune fit`: {of_fit}")
+    config = RunConfig.from_dict(values)
+    config = replace(config, device=options.usable_device(device or config.device))
+    return config if data_dir is None else replace(config, data_dir=str(data_dir))
 
 
 def _choose(name: str, out: Path | None) -> Path:

@@ -90,7 +90,14 @@ DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Where the data lie. Default: RLSPRUNE_DATA, then the cache folder.")
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Read data files whose checksum is not the published one.")]
-Device = Annotated[str | None, typer.Option("--device", help="Default: cuda if there is one, else cpu.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="Default: that of the run that is gone on with, else cuda if there is one, else cpu. On another "
+        "device than before, the numbers may differ.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Torch's threads. Default: all cores, shared by --jobs.")
 ]
@@ -168,19 +175,29 @@ def resolve(
 
     jobs *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes on this machine
 
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"--device {chosen} cannot be used here ({first}): leave it out, or try cpu") from error
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "device": chosen,
+        "device": usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
         "threads": threads or max(1, cores // jobs),
         "data_dir": None if data_dir is None else str(data_dir),
         "verify": not no_verify,
     }
+
+
+def usable_device(name: str) -> str:
+    """The device, if this machine has it.
+
+    Raises:
+        ValueError: It has not.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used here ({first}): give another, such as cpu") from error
+    return name
 
 
 def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:

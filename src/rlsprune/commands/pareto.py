@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlsprune.commands import options
+from rlsprune.commands import folders, options
 
 __all__ = ["EXAMPLES", "pareto"]
 
@@ -16,7 +16,7 @@ EXAMPLES = """Examples: `rlsprune pareto runs/digits-fnn-none-seed0` ·
 
 
 def pareto(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run of `rlsprune run`.", show_default=False)],
     max_drop: Annotated[
         float | None,
         typer.Option(
@@ -30,6 +30,7 @@ def pareto(
     recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
     lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
     data_dir: options.DataDir = None,
+    device: options.Device = None,
     out: options.Out = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -42,6 +43,7 @@ def pareto(
         raise ValueError(
             f"{run} holds no finished run: give the folder of one, or finish it with `rlsprune run --resume`"
         )
+    config = folders.read_config(run, "give the folder of one of `rlsprune run`", device, data_dir)
     folder = out or run / "pareto"
     folder.mkdir(parents=True, exist_ok=True)
     full: dict[str, Any] = {}
@@ -52,6 +54,7 @@ def pareto(
             typer.echo(_line(point, full))
 
     result = shrink_run(
+        config,
         source,
         folder,
         max_drop=1.0 if max_drop is None and target is None else max_drop,
@@ -59,7 +62,6 @@ def pareto(
         ratio=ratio,
         recovery_epochs=recovery_epochs,
         lr=lr,
-        data_dir=data_dir,
         on_point=show,
     )
     typer.echo(f"chosen: {_line(result['front'][result['chosen']], full)}")

@@ -59,7 +59,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(made.to_dict()))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(_table(model, made))
     for line in [*_summary(made), _verdict(network, made, memory * 2**30)]:
         console.print(line)

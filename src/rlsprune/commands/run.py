@@ -24,7 +24,7 @@ EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
 `rlsprune run --resume runs/digits-fnn-rls-seed0` ·
 `torchrun --nproc-per-node 2 -m rlsprune run` (each process takes its share of every batch)"""
 
-_WITH_RESUME = {"resume", "on_fault", "data_dir", "tensorboard", "quiet", "as_json"}
+_WITH_RESUME = {"resume", "device", "on_fault", "data_dir", "tensorboard", "quiet", "as_json"}
 
 
 @options.with_training
@@ -52,7 +52,9 @@ def run(
     """Train a network and prune it while it trains."""
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        config = _resumed(resume, training["data_dir"], training["on_fault"])
+        of_fit = f"go on with `rlsprune fit --resume {resume}`"
+        config = folders.read_config(resume, of_fit, training["device"], training["data_dir"])
+        config = replace(config, on_fault=training["on_fault"] or config.on_fault)
         _execute(config, resume, quiet, as_json, tensorboard)
         return
     settings = {"seed": seed, **options.settings(training)}
@@ -92,17 +94,6 @@ def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool, tensorbo
     elif not quiet:
         page = path / "report.html"
         typer.echo(f"The run is in {path}" + (f", its page is {page}" if page.is_file() else ""))
-
-
-def _resumed(path: Path, data_dir: Path | None, on_fault: str | None) -> RunConfig:
-    from rlsprune.train.folder import RunFolder
-
-    values = RunFolder(path).read_json("config")
-    if "import_from" in values:
-        raise ValueError(f"{path} holds a run of `rlsprune fit`: go on with `rlsprune fit --resume {path}`")
-    config = RunConfig.from_dict(values)
-    config = replace(config, on_fault=on_fault or config.on_fault)
-    return config if data_dir is None else replace(config, data_dir=str(data_dir))
 
 
 def _run_of_shape(settings: dict[str, Any], experiment: str, folder: Path, quiet: bool) -> Path:

@@ -76,7 +76,7 @@ def read_npz(path: str | os.PathLike[str]) -> Dataset:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
-        with open_regular(path) as (packed, size), zipfile.ZipFile(packed) as archive:
+        with open_regular(path, _WRITE) as (packed, size), zipfile.ZipFile(packed) as archive:
             members = {member.filename: member for member in archive.infolist()}
             missing = [key for key in KEYS if f"{key}.npy" not in members]
             if missing:
@@ -114,7 +114,7 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Arr
             raise DataError(path, f"{member.filename} holds {dtype}", "Give numbers, or names of classes")
         if min(shape, default=1) < 0 or size != member.file_size - file.tell():
             raise DataError(path, f"{member.filename} has not the size of its shape {shape}", _WRITE)
-        data = Source(path, cast(Readable, file), size).read(size, member.filename, limit=size)
+        data = Source(path, cast(Readable, file), size, _WRITE).read(size, member.filename, limit=size)
         if file.read(1):
             raise DataError(path, f"{member.filename} goes on after its end", _WRITE)
     if dtype.kind == "U":

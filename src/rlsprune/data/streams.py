@@ -45,10 +45,11 @@ class Source:
     path: Path
     stream: Readable
     capacity: int
+    remedy: str = GET_AGAIN
 
     def fail(self, problem: str) -> DataError:
         """The error for this file, to be raised by the caller."""
-        return DataError(self.path, problem, GET_AGAIN)
+        return DataError(self.path, problem, self.remedy)
 
     def read(self, count: int, what: str, limit: int | None = None) -> npt.NDArray[np.uint8]:
         """Reads exactly `count` bytes.
@@ -96,14 +97,14 @@ class Source:
 
 
 @contextmanager
-def blame(path: Path) -> Iterator[None]:
+def blame(path: Path, remedy: str = GET_AGAIN) -> Iterator[None]:
     """Turns whatever the system or a decompressor raises into a `DataError` that names the file."""
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(path, "there is no such file", GET_AGAIN) from error
+        raise DataError(path, "there is no such file", remedy) from error
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DataError(path, f"its compressed data is damaged ({error})", GET_AGAIN) from error
+        raise DataError(path, f"its compressed data is damaged ({error})", remedy) from error
     except MemoryError as error:
         raise DataError(path, "there is not enough memory to read it", "Free some memory and try again") from error
     except OSError as error:
@@ -111,15 +112,15 @@ def blame(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[tuple[BufferedReader, int]]:
+def open_regular(path: Path, remedy: str = GET_AGAIN) -> Iterator[tuple[BufferedReader, int]]:
     """Opens a regular file and tells its size; whatever goes wrong becomes a `DataError`."""
-    with blame(path):
+    with blame(path, remedy):
         # A pipe or a device would block or never end. Opened first and asked after: it cannot be swapped between.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise DataError(path, "it is not a regular file", GET_AGAIN)
+                raise DataError(path, "it is not a regular file", remedy)
             yield file, status.st_size
 
 

@@ -77,6 +77,9 @@ def load_checkpoint(
 ) -> None:
     """Loads a checkpoint that any number of ranks has written; all ranks call it.
 
+    Only from a folder that you trust: ``torch.distributed.checkpoint`` unpickles the metadata of the parts, which can
+    execute anything.
+
     Args:
         folder: Of :func:`save_checkpoint`.
         model: A fresh model, which takes the checkpoint's shape and weights. Wrap it (again) after this.

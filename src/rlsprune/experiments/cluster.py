@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ class RayTasks:
     """
 
     def __init__(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts: it would report to its makers
         try:
             import ray
         except ModuleNotFoundError as error:
@@ -41,7 +44,8 @@ class RayTasks:
         """Runs one to its end, on any machine; what it says goes to log.txt in its folder."""
         RunFolder(run.folder).write_json("config", run.config.to_dict())
         gpus = 1 if run.config.device.startswith("cuda") else 0
-        remote = self._ray.remote(num_cpus=min(run.config.threads, self.slots), num_gpus=gpus, max_retries=3)(_run)
+        cpus = min(run.config.threads, largest_machine(self._ray.nodes()))
+        remote = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(_run)
         task = remote.remote(str(run.folder.resolve()))
         self._tasks.add(task)
         try:
@@ -61,6 +65,11 @@ class RayTasks:
         """Leaves the cluster, and stops it if it was started here."""
         if self._started:
             self._ray.shutdown()
+
+
+def largest_machine(nodes: Iterable[Mapping[str, Any]]) -> int:
+    """The most CPUs that one live machine has: a task that wants more would wait for ever."""
+    return max([1, *(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])])
 
 
 def _run(folder: str) -> int:

@@ -25,6 +25,7 @@ Point = dict[str, Any]
 
 
 def shrink_run(
+    config: RunConfig,
     source: RunFolder,
     out: Path,
     *,
@@ -33,7 +34,6 @@ def shrink_run(
     ratio: float,
     recovery_epochs: int,
     lr: float,
-    data_dir: Path | None = None,
     on_point: Callable[[Point], object] = lambda point: None,
 ) -> Mapping[str, Any]:
     """Shrinks a run's network, and writes the front, its picture and the chosen network.
@@ -41,22 +41,20 @@ def shrink_run(
     Every choice is made on images held out of the training split; those of the test split are only looked at.
 
     Args:
-        source: A finished run.
+        config: The run's; the device and the folder of the data may be others.
+        source: The finished run.
         out: The folder for pareto.json, pareto.png and model.safetensors.
         max_drop: In points of precision; see `rlsprune.shrink`.
         target: The share of the parameters to end at.
         ratio: The share of a layer's channels that goes in a round.
         recovery_epochs: At most, after each round.
         lr: η of the RLS that recovers.
-        data_dir: Where the data lie, if not where the run found them.
         on_point: Told about each network on the way.
 
     Returns:
         What stands in pareto.json.
     """
-    config = replace(RunConfig.from_dict(source.read_json("config")), gate="valid")
-    if data_dir is not None:
-        config = replace(config, data_dir=str(data_dir))
+    config = replace(config, gate="valid")
     data = load_data(config)
     assert data.valid is not None
     torch.set_num_threads(config.threads)

@@ -10,7 +10,7 @@ from typing import Any
 from rlsprune.experiments.config import AUGMENTS, GATES, LOSSES, RLS_DEFAULTS
 from rlsprune.experiments.registry import OPTIMIZERS
 from rlsprune.train.plain import from_plain
-from rlsprune.train.settings import PruningSettings, TrainingSettings
+from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings
 
 __all__ = ["FitConfig", "make_fit_config"]
 
@@ -54,9 +54,17 @@ class FitConfig:
     """The names of the classes, once the data were read."""
     images: tuple[int, int] = (0, 0)
     """How many there are to train and to test with, once the data were read."""
+    on_fault: str = "raise"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("gate", GATES), ("method", METHODS)):
+        for name, choices in (
+            ("optimizer", OPTIMIZERS),
+            ("loss", LOSSES),
+            ("gate", GATES),
+            ("method", METHODS),
+            ("on_fault", ON_FAULT),
+        ):
             _check(name, getattr(self, name), getattr(self, name) in choices, f"one of {', '.join(choices)}")
         _check("augment", self.augment, self.augment in (None, *AUGMENTS), f"one of {', '.join(AUGMENTS)}")
         _check("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")

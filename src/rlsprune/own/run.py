@@ -77,10 +77,11 @@ def load_own_data(config: FitConfig) -> Dataset:
     path = Path(config.data)
     if path.is_dir():
         loaded = read_image_folder(path, config.image_size, cast(Channels | None, config.channels), config.seed)
-    elif path.suffix == ".npz" or not path.exists():
+    elif path.suffix == ".npz":
         loaded = read_npz(path)
     else:
-        raise DataError(path, "it is neither a folder of images nor an .npz file", "Give one of these as --data")
+        problem = "it is neither a folder of images nor an .npz file" if path.exists() else "there is no such file"
+        raise DataError(path, problem, "Give a folder of images or an .npz file as --data")
     if config.augment is not None and len(loaded.shape) != 3:
         raise ValueError(f"--augment is for images (N, C, H, W): {path} has entries of shape {loaded.shape}")
     if config.gate == "valid":
@@ -149,6 +150,8 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         threads=config.threads,
         augment=cast(Augment | None, config.augment),
         training=config.training,
+        on_fault=config.on_fault,
+        deterministic=config.deterministic,
     )
     if config.weights is None:
         return recipe

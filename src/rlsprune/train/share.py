@@ -33,9 +33,9 @@ class Share:
     def of_batch(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, float]:
         """This rank's part of a batch, and the weight of its mean loss in the mean over the ranks.
 
-        A batch of fewer images than ranks is everybody's.
+        A batch of fewer than two images a rank is everybody's: batch norm cannot train on one.
         """
-        if self.ranks is None or len(labels) < self.ranks.size:
+        if self.ranks is None or len(labels) < 2 * self.ranks.size:
             return inputs, labels, 1.0
         own = labels.tensor_split(self.ranks.size)[self.ranks.rank]
         weight = len(own) * self.ranks.size / len(labels)

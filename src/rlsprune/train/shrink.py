@@ -116,7 +116,7 @@ def shrink(
         The network and the front. With ``max_drop`` it is the smallest within it, else the last.
 
     Raises:
-        ValueError: Neither target nor max_drop is given, or there is no batch.
+        ValueError: Neither target nor max_drop is given, or there is no batch, or an iterator that ends after one use.
         FloatingPointError: Recovery diverged. The network is then the last good one.
 
     Examples:
@@ -133,6 +133,11 @@ def shrink(
         raise ValueError("give target, max_drop, or both: without either there is no end to pruning")
     check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, recovery_epochs >= 0, "at least 0")
+    for name, given in (("data", data), ("valid", valid)):
+        if isinstance(given, Iterator):
+            raise ValueError(
+                f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
+            )
     if score is None and valid is None:
         warnings.warn("shrink scores on the training batches: give valid= held-out ones", stacklevel=2)
     device = next(model.parameters()).device
