@@ -16,6 +16,8 @@ from rlsprune.report.runs import Layer, Run
 __all__ = ["Inputs", "Slice", "draw_inputs", "draw_network", "ranges"]
 
 _HAIR = 1.5  # thousandths: what is narrower is drawn so wide, to be seen
+_MOST_PIXELS = 2**18
+_MOST_DIMENSIONS = 8
 _GONE: Pixel = (214, 69, 65)
 
 
@@ -70,7 +72,7 @@ def draw_inputs(run: Run) -> Inputs | None:
             run.path / "summary.json", f"it keeps input {max(kept)} of {total}", "restore it, or start the run again"
         )
     image, width, height = None, 0, 0
-    if len(shape) == 3 and shape[0] == 1:
+    if len(shape) == 3 and shape[0] == 1 and total <= _MOST_PIXELS:
         _, height, width = shape
         image = data_uri(_pixels(kept, _mean(run, summary, total)), width, height)
     return Inputs(len(kept), total, image, width, height, ranges(sorted(kept)))
@@ -89,7 +91,8 @@ def ranges(indices: Sequence[int]) -> str:
 
 def _shape(run: Run, summary: dict[str, Any]) -> list[int]:
     shape = summary.get("input_shape") or []
-    if not isinstance(shape, list) or not all(isinstance(size, int) and 0 < size <= 4096 for size in shape):
+    sound = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+    if not sound or not all(isinstance(size, int) and 0 < size <= 4096 for size in shape):
         raise FileError(
             run.path / "summary.json", f"its input_shape is {shape!r}", "restore it, or start the run again"
         )

@@ -41,7 +41,7 @@ def write_report(
     """
     page = render(read_runs(folders), reload_seconds)
     with replacing(out) as path:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold half a character
     return Path(out)
 
 

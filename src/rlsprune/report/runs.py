@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ NUMBERS = (
 )
 """What an epoch's line may tell."""
 
+_LARGEST = 1e100  # of a number; beyond it arithmetic overflows
+_MOST = 2**63  # of a count
 _REMEDY = "restore it, or start the run again"
 
 
@@ -188,20 +189,21 @@ def _check_counts(path: Path, where: str, values: Mapping[str, Any], names: Sequ
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
 def _number(path: Path, where: str, values: Mapping[str, Any], name: str) -> float | None:
-    """A finite number, or None."""
+    """A number, or None if it is not finite or absurd."""
     value = values.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise FileError(path, f"{where} has {name} {value!r}, which is no number", _REMEDY)
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= _LARGEST else None
 
 
 def _whole(part: int, percentage: float) -> int | None:
     if percentage:
-        return round(100 * part / percentage)
+        whole = 100 * part / percentage
+        return round(whole) if abs(whole) <= _MOST else None
     return 0 if not part else None
