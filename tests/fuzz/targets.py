@@ -39,6 +39,7 @@ from rlsprune.experiments.config import RunConfig, make_config
 from rlsprune.files import FileError
 from rlsprune.own.config import FitConfig, make_fit_config
 from rlsprune.own.model import load_weights
+from rlsprune.report import write_report
 from rlsprune.state import load_state, save_state
 from rlsprune.train.folder import RunFolder
 
@@ -206,6 +207,72 @@ def read_lines(path: Path) -> object:
     return RunFolder(path.parent).read_lines("metrics")
 
 
+RUN: dict[str, Any] = {
+    "config": {"experiment": "digits", "method": "rls", "seed": 0, "epochs": 2, "pruning": {"ratio": 0.25}},
+    "environment": {"torch": "2.6", "cores": 2},
+    "metrics": [
+        {"epoch": 1, "seconds": 1.5, "precision": 90.0, "train_loss": 0.5, "weights_percent": 100.0, "layers": []},
+        {
+            "epoch": 2,
+            "seconds": 1.5,
+            "precision": 91.0,
+            "gate_level": 0.4,
+            "weights_percent": 50.0,
+            "flops_percent": 40.0,
+            "layers": [{"name": "a", "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}],
+        },
+    ],
+    "events": [
+        {
+            "epoch": 1,
+            "kind": "prune",
+            "loss": 0.5,
+            "precision_before": 90.0,
+            "precision_after": 80.0,
+            "layers": [{"name": "a", "before": 4, "after": 2}],
+        }
+    ],
+    "summary": {
+        "precision": 91.0,
+        "loss": 0.4,
+        "latency_ms": 1.0,
+        "latency_unpruned_ms": 2.0,
+        "latency_batch": 1,
+        "layers": [{"name": "a", "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}],
+        "input_shape": [1, 2, 3],
+        "kept_inputs": [0, 2, 5],
+        "mean_input": "AAECAwQF",
+        "health": [
+            {
+                "name": "a",
+                "inputs": 2,
+                "smallest_eigenvalue": 0.1,
+                "largest_eigenvalue": 1.0,
+                "trace": 1.0,
+                "asymmetry": 0.0,
+                "healthy": True,
+            }
+        ],
+    },
+}
+"""The files of a run's folder that a page is made of."""
+
+
+def edited_run(rng: random.Random) -> bytes:
+    files = {name: edited(rng, content) if rng.randrange(3) == 0 else content for name, content in RUN.items()}
+    return as_json(files)
+
+
+def report(path: Path) -> None:
+    for name, content in json.loads(path.read_bytes()).items():
+        if name in ("metrics", "events"):
+            lines = content if isinstance(content, list) else [content]
+            (path.parent / f"{name}.jsonl").write_bytes(b"".join(as_json(line) + b"\n" for line in lines))
+        else:
+            (path.parent / f"{name}.json").write_bytes(as_json(content))
+    write_report([path.parent], path.with_name("page.html"))
+
+
 def weights(suffix: str) -> Callable[[Path], object]:
     def load(path: Path) -> None:
         load_weights(fnn(), path.rename(path.with_suffix(suffix)))
@@ -266,4 +333,5 @@ def make_targets(tmp: Path) -> dict[str, Target]:
         "config": Target(edited_json(config), read_config(RunConfig), configs),
         "fit config": Target(edited_json(fit_config), read_config(FitConfig), configs),
         "metrics": Target(one_of(damaged(lines), lambda rng: as_json(value(rng))), read_lines),
+        "report": Target(edited_run, report),
     }

@@ -174,6 +174,8 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("summary.json", changed("kept_inputs", ["a"]), "kept_inputs"),
     ("summary.json", changed("kept_inputs", [99999]), "input 99999 of 784"),
     ("summary.json", changed("input_shape", [1, 10**9, 10**9]), "input_shape"),
+    ("summary.json", changed("input_shape", [2] * 99), "input_shape"),
+    ("summary.json", changed("layers", [{"name": "a", "nodes": 10**400, "weights": 1}]), "no count"),
     ("summary.json", changed("mean_input", "§"), "mean_input"),
     ("summary.json", changed("mean_input", "AAAA"), "3 of 784"),
     ("summary.json", changed("health", [{"name": "a", "inputs": 1, "trace": "x"}]), "trace 'x'"),
@@ -198,6 +200,33 @@ def test_numbers_that_are_not_finite_leave_a_gap(copy: Path, tmp_path: Path) -> 
     changed("train_loss", float("nan"))(copy / "metrics.jsonl")
     page = Page(write_report([copy], tmp_path / "page.html"))
     assert page.data[0]["series"]["train_loss"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("summary.json", {"precision": 10**400}),
+        ("summary.json", {"latency_ms": 5e-324}),
+        ("summary.json", {"layers": [{"name": "a", "nodes": 9, "weights": 9, "nodes_percent": 1e-320}]}),
+        ("config.json", {"experiment": "\ud800"}),
+        ("config.json", {"epochs": 10**400}),
+    ],
+)
+def test_absurd_values_do_not_keep_the_page_from_being_written(
+    file: str, change: dict[str, Any], copy: Path, tmp_path: Path
+) -> None:
+    content = json.loads((copy / file).read_text())
+    (copy / file).write_text(json.dumps(content | change))
+    assert Page(write_report([copy], tmp_path / "page.html")).data
+
+
+def test_too_large_a_picture_is_left_out(copy: Path, tmp_path: Path) -> None:
+    summary = json.loads((copy / "summary.json").read_text())
+    changes = {"kept_inputs": [1], "input_shape": [1, 4096, 4096], "mean_input": None}
+    (copy / "summary.json").write_text(json.dumps(summary | changes))
+    page = Page(write_report([copy], tmp_path / "page.html"))
+    assert not page.all("img")
+    assert "1 of 16,777,216 inputs" in page.text
 
 
 def test_no_run_and_a_run_twice_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def _check_summary(path: Path, summary: dict[str, Any]) -> None:
         for name in ("smallest_eigenvalue", "largest_eigenvalue", "trace", "asymmetry"):
             row[name] = _number(path, "health", row, name)
         _check_counts(path, "health", row, ("inputs",))
+        row["healthy"] = row.get("healthy") is True
 
 
 def _layers(path: Path, where: str, rows: Any) -> list[Layer]:
