@@ -35,8 +35,9 @@ ELEMENTWISE: dict[str, Make] = {
 # These look at whole rows or matrices, so losing a row changes the rest.
 OTHERS: dict[str, Make] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.01),
 }
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    OTHERS["muon"] = lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.01)
 
 
 def two_layers(dead: bool = False) -> tuple[nn.Sequential, ChannelGraph]:
