@@ -14,31 +14,6 @@ def _normed(
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU() if act else nn.Identity())
 
 
-class BasicBlock(nn.Module):
-    """Two convolutions around a shortcut."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(_normed(inputs, outputs, stride=stride), _normed(outputs, outputs, act=False))
-        same = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if same else _normed(inputs, outputs, 1, stride, act=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The block."""
-        return nn.functional.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet(depth: int) -> nn.Sequential:
-    """ResNet-20, -56, … for CIFAR: three stages of 16, 32 and 64 channels, with projection shortcuts."""
-    layers: list[nn.Module] = [_normed(3, 16)]
-    inputs = 16
-    for width in (16, 32, 64):
-        for number in range((depth - 2) // 6):
-            layers.append(BasicBlock(inputs, width, 2 if number == 0 and width > 16 else 1))
-            inputs = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
-
-
 class InvertedResidual(nn.Module):
     """Expand, depthwise convolution, project, around a shortcut."""
 

@@ -29,13 +29,14 @@ from torch.optim import Optimizer
 from torch_pruning.pruner.importance import GroupMagnitudeImportance
 
 import rlsprune
-from networks import mobilenet, resnet
+from networks import mobilenet
+from rlsprune.models import ResNet
 
 RATIO = 0.2
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mini-VGG": mini_vgg,
-    "ResNet-20": partial(resnet, 20),
-    "ResNet-56": partial(resnet, 56),
+    "ResNet-20": partial(ResNet, 20),
+    "ResNet-56": partial(ResNet, 56),
     "MobileNetV2": mobilenet,
 }
 # With SGD the event cuts what torch-pruning's does, and the momentum; with RLS also P, by a Schur complement.

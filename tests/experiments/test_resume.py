@@ -87,15 +87,23 @@ class Interrupt(Observer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rls-paper", "net-slimming"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("cifar10-vgg", "rls-paper"),
+        ("cifar10-vgg", "net-slimming"),
+        ("cifar10-resnet20", "rls"),
+        ("cifar10-resnet20", "depgraph"),
+    ],
+)
 def test_convolutions_resume_in_the_same_memory_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (96, 3, 32, 32), dtype=torch.uint8, generator=generator)
     split = Split(images, torch.arange(96) % 10)
     monkeypatch.setattr("rlsprune.data.load", lambda *_: Dataset("cifar10", tuple("0123456789"), split, split))
-    config = make_config("cifar10-vgg", method, epochs=3, warmup_epochs=0, train_images=64, test_images=50, threads=1)
+    config = make_config(name, method, epochs=3, warmup_epochs=0, train_images=64, test_images=50, threads=1)
     whole, broken = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "broken")
     run(config, whole)
     with pytest.raises(KeyboardInterrupt):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlsprune.models import FNN, MiniVGG
+from rlsprune.models import FNN, MiniVGG, ResNet
 from rlsprune.train.counting import count_retained, percent, total
 
 FNN_LAYERS = {"input": (784, 0), "fc1": (1024, 802816), "fc2": (512, 524288), "fc3": (10, 5120)}
@@ -60,3 +60,15 @@ def test_percentage_of_nothing_is_zero() -> None:
 def test_sizes_that_make_no_network_are_refused(build: object) -> None:
     with pytest.raises(ValueError, match="is not valid"):
         build()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (56, 0.85), (110, 1.7)])
+def test_resnets_have_the_parameters_of_their_paper(depth: int, millions: float) -> None:
+    model = ResNet(depth)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_resnet_of_a_depth_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="depth=21"):
+        ResNet(21)

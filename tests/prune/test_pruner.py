@@ -227,6 +227,14 @@ def test_copies_shrink_with_the_model() -> None:
     assert {name: p.shape for name, p in average.module.named_parameters()} == shapes
 
 
+def test_a_copy_whose_indices_would_be_averaged_is_refused() -> None:
+    model, optimizer = trained(fnn)
+    average = AveragedModel(model, use_buffers=True)
+    with pytest.raises(ValueError, match=r"use_buffers=False.*or prune with input_ratio=0"):
+        make_pruner(model, optimizer).follow(average)
+    make_pruner(model, optimizer, input_ratio=0).follow(average)
+
+
 def test_block_diagonal_p_shrinks_block_by_block() -> None:
     model, optimizer = trained(cnn, block_size=30)
     pruner = make_pruner(model, optimizer, statistics="training", ratio=0.4)

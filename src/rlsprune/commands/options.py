@@ -73,10 +73,10 @@ Gate = Annotated[
     ),
 ]
 Loss = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--loss",
-        help=f"One of {_choices(LOSSES)}; mse is the paper's Eq. (15).",
+        help=f"One of {_choices(LOSSES)}; mse is Eq. (15) of the paper. Default: the experiment's, or cross-entropy.",
         autocompletion=_completing(LOSSES),
     ),
 ]
@@ -127,7 +127,7 @@ def _training(
     epochs: Epochs = None,
     warmup_epochs: Warmup = None,
     gate: Gate = None,
-    loss: Loss = "mse",
+    loss: Loss = None,
     batch_size: BatchSize = None,
     train_images: TrainImages = None,
     test_images: TestImages = None,

@@ -157,7 +157,8 @@ def make_config(
     _among("method", method, METHODS)
     chosen = experiment(name).presets[preset]
     values = {key: value for key, value in given.items() if value is not None}
-    ours = {"rls": RLS_DEFAULTS, "rls-paper": PAPER}.get(method)
+    rls = replace(RLS_DEFAULTS, target=experiment(name).target)
+    ours = {"rls": rls, "rls-paper": PAPER}.get(method)
     if ratio is not None:
         if ours is None:
             raise ValueError(f"--ratio is for rls and rls-paper: the ratios of {method} are those of the paper")
@@ -182,7 +183,7 @@ def make_config(
             "training": RLS_TRAINING if method in ("rls", "scratch") else TrainingSettings(),
             "seed": 0,
             "epochs": chosen.epochs,
-            "loss": "mse",
+            "loss": experiment(name).loss,
             "batch_size": chosen.batch_size,
             "train_images": chosen.train_images,
             "test_images": chosen.test_images,

@@ -34,7 +34,8 @@ def build_model(config: RunConfig) -> nn.Module:
 def build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     """RLS with the paper's settings, the rivals' momentum SGD with the paper's settings, or AdamW."""
     if config.optimizer == "rls":
-        return RLS(model)
+        rate = experiment(config.experiment).rate
+        return RLS(model, lr=rate, fallback_lr=min(0.1, rate))
     if config.optimizer == "sgd":
         return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     return AdamW(model.parameters(), lr=1e-3)

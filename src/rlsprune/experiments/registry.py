@@ -40,7 +40,7 @@ class Experiment:
     name: str
     title: str
     dataset: str
-    network: Literal["fnn", "mini-vgg"]
+    network: Literal["fnn", "mini-vgg", "resnet20"]
     augmentation: Literal["crop", "crop+flip"]
     """What augmenting means here: digits are not mirrored."""
     table: int | None
@@ -52,17 +52,29 @@ class Experiment:
     soft_ratio: float
     """What soft pruning zeroes out in every epoch."""
     presets: Mapping[str, Preset]
+    loss: str = "mse"
+    rate: float = 1.0
+    """η of RLS: lower with batch norm."""
+    target: float = 0.1
+    """The share of the parameters at which `rls` stops pruning."""
 
     @property
     def convolutional(self) -> bool:
         """Whether the network takes images as they are."""
-        return self.network == "mini-vgg"
+        return self.network != "fnn"
 
     def build(self, batch_norm: bool = False) -> nn.Module:
         """A fresh network, initialised from torch's random state."""
-        from rlsprune.models import FNN, MiniVGG
+        from rlsprune.models import FNN, MiniVGG, ResNet
 
-        return MiniVGG(batch_norm=batch_norm) if self.convolutional else FNN(batch_norm=batch_norm)
+        if self.network == "resnet20":
+            return ResNet(20)  # which has its batch norms anyway
+        return MiniVGG(batch_norm=batch_norm) if self.network == "mini-vgg" else FNN(batch_norm=batch_norm)
+
+
+# In the few hundred steps that batches of 128 would make of so few images, momentum SGD does not even leave its first
+# plateau, and there would be nothing to compare.
+_SHORT_CONVOLUTIONAL = Preset(10, 3, train_images=5000, test_images=2000, batch_size=32)
 
 
 def _fnn(name: str, title: str, dataset: str, table: int | None, short: Preset) -> Experiment:
@@ -73,11 +85,14 @@ def _fnn(name: str, title: str, dataset: str, table: int | None, short: Preset) 
 def _vgg(
     name: str, title: str, dataset: str, augmentation: Literal["crop", "crop+flip"], table: int, paper: Preset
 ) -> Experiment:
-    # In the few hundred steps that batches of 128 would make of so few images, momentum SGD does not even leave its
-    # first plateau, and there would be nothing to compare.
-    short = Preset(10, 3, train_images=5000, test_images=2000, batch_size=32)
-    presets = {"short": short, "paper": paper}
+    presets = {"short": _SHORT_CONVOLUTIONAL, "paper": paper}
     return Experiment(name, title, dataset, "mini-vgg", augmentation, table, 0.5, 0.5, 0.3, presets)
+
+
+def _resnet(name: str, title: str, dataset: str) -> Experiment:
+    presets = {"short": _SHORT_CONVOLUTIONAL, "paper": Preset(200, 30, augment=True)}
+    others = {"loss": "cross-entropy", "rate": 0.1, "target": 0.25}  # where DepGraph ends with half of every layer
+    return Experiment(name, title, dataset, "resnet20", "crop+flip", None, 0.5, 0.5, 0.3, presets, **others)  # type: ignore[arg-type]
 
 
 EXPERIMENTS = {
@@ -87,6 +102,7 @@ EXPERIMENTS = {
         _fnn("mnist-fnn", "FNN on MNIST", "mnist", 1, Preset(20, 3)),
         _vgg("cifar10-vgg", "mini-VGG on CIFAR-10", "cifar10", "crop+flip", 2, Preset(200, 30, augment=True)),
         _vgg("svhn-vgg", "mini-VGG on SVHN", "svhn", "crop", 3, Preset(200, 30)),
+        _resnet("cifar10-resnet20", "ResNet-20 on CIFAR-10", "cifar10"),
     )
 }
 

@@ -21,7 +21,7 @@ from rlsprune._tensors import complement, exact
 
 # Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
 _DAMPINGS = (0.0, 1e-7, 1e-5)
-_TILE = 512  # rows of P that are worked on at a time
+_TILE = 128  # rows of a matrix that are worked on at a time
 
 
 class Inverse(Protocol):
@@ -81,7 +81,7 @@ class DenseInverse:
         factor = cholesky_positive(exact(rows[:, gone])).to(self.P)
         whitened = torch.linalg.solve_triangular(factor, rows[:, stay], upper=False)
         smaller = self.P[stay][:, stay]
-        _subtract_square(smaller, whitened)
+        _add_square(smaller, whitened, -1.0)
         return DenseInverse(smaller)
 
 
@@ -90,6 +90,7 @@ class Autocorrelation:
 
     def __init__(self, A: Tensor) -> None:
         self.A = A
+        self._dense: DenseInverse | None = None  # once blocks have been asked for
 
     @property
     def size(self) -> int:
@@ -104,10 +105,14 @@ class Autocorrelation:
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
-        return DenseInverse(torch.cholesky_inverse(torch.linalg.cholesky(self.A))).blocks(rows)
+        if self._dense is None:
+            self._dense = DenseInverse(torch.cholesky_inverse(torch.linalg.cholesky(self.A)))
+        return self._dense.blocks(rows)
 
     def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
-        """See :class:`Inverse`; here as ``W_k + A_kk⁻¹ A_kd W_d``."""
+        """See :class:`Inverse`; here as ``W_k + A_kk⁻¹ A_kd W_d``, unless P is there already."""
+        if self._dense is not None:
+            return self._dense.refit(weights, gone)
         stay = complement(self.size, gone)
         rows = self.A[stay]
         return weights[stay] + solve_positive(rows[:, stay], rows[:, gone] @ weights[gone])
@@ -178,23 +183,25 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
         damping: Added to its diagonal, as a share of the diagonal's mean.
     """
     m, n = rows.shape
-    delta = damping * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
     if n > m:
-        return SampleInverse(exact(rows), delta)
+        return SampleInverse(exact(rows), damping * max(float(rows.square().mean()), tiny))
     # The damping is far above the rounding of a product in float32, which takes half the time.
-    autocorrelation = exact(rows.mT @ rows) / m
-    autocorrelation.diagonal().add_(delta)
+    autocorrelation = exact(_add_square(rows.new_zeros(n, n), rows, 1 / m))
+    diagonal = autocorrelation.diagonal()
+    diagonal += damping * diagonal.mean().clamp_min(tiny)
     return Autocorrelation(autocorrelation)
 
 
-def _subtract_square(matrix: Tensor, Y: Tensor) -> None:
-    """``matrix −= YᵀY``, in place; one half is computed and the other mirrored, so it stays symmetric to the bit."""
+def _add_square(matrix: Tensor, Y: Tensor, scale: float) -> Tensor:
+    """``matrix += scale·YᵀY``, in place; one half is computed, the other mirrored, so it stays symmetric to the bit."""
     for start in range(0, len(matrix), _TILE):
         here, after = slice(start, start + _TILE), slice(start + _TILE, None)
-        matrix[here, start:].addmm_(Y[:, here].mT, Y[:, start:], alpha=-1)
+        matrix[here, start:].addmm_(Y[:, here].mT, Y[:, start:], alpha=scale)
         corner = matrix[here, here].triu()
         matrix[here, here] = corner + corner.triu(1).mT
         matrix[after, here] = matrix[here, after].mT
+    return matrix
 
 
 def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from rlsprune import io
 from rlsprune._arguments import check_argument
@@ -208,7 +209,16 @@ class Pruner:
         self._restart_statistics()
 
     def follow(self, copy: nn.Module) -> None:
-        """Keeps a copy of the model (a moving average of it, say) in the same shape from now on."""
+        """Keeps a copy of the model (a moving average of it, say) in the same shape from now on.
+
+        Raises:
+            ValueError: It would average the indices of the input features that are kept, as if they were numbers.
+        """
+        if isinstance(copy, AveragedModel) and copy.use_buffers and self._prunes_inputs():
+            raise ValueError(
+                "AveragedModel(use_buffers=True) averages buffers that hold indices, such as those of the kept inputs: "
+                "make it with use_buffers=False, which copies buffers, or prune with input_ratio=0"
+            )
         self._copies.append(copy)
 
     @property
@@ -430,6 +440,9 @@ class Pruner:
         if len(blocks) == 1:
             return [DenseInverse(P) for P in blocks[0]]
         return [DenseInverse(torch.block_diag(*parts)) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
+
+    def _prunes_inputs(self) -> bool:
+        return any(group.is_input and self._settings.ratio_of(group) for group in self.groups)
 
     def _snapshots(self, copy: bool) -> list[Snapshot]:
         return [

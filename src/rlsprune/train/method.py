@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from torch import nn
+
 from rlsprune.prune.event import PruneEvent
 
 __all__ = ["Method", "Retained"]
@@ -44,6 +46,9 @@ class Method(Protocol):
     @property
     def settled(self) -> bool:
         """Whether nothing depends on the gate's loss any more, so that held-out images may be trained on."""
+
+    def follow(self, copy: nn.Module) -> None:
+        """From now on prunes a copy of the network (a moving average of it, say) as it prunes the network."""
 
     def after_backward(self) -> None:
         """Gradients are there and the optimizer has not stepped yet."""

@@ -52,6 +52,10 @@ class RLSPruning(NoPruning):
         """Whether pruning has ended with a network that recovered."""
         return self._reunite and self.pruner.done and self.pruner.recovered
 
+    def follow(self, copy: nn.Module) -> None:
+        """The pruner prunes it alike, and refits it by itself."""
+        self.pruner.follow(copy)
+
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Prunes if the gate is open, or rolls back if it stayed shut for too long."""
         seen = len(self.pruner.history)

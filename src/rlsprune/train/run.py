@@ -6,15 +6,15 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rlsprune.data.batches import Batches
 from rlsprune.data.datasets import Split
 from rlsprune.determinism import deterministic
 from rlsprune.distributed.ranks import find_ranks
@@ -28,6 +28,7 @@ from rlsprune.train.folder import RunFolder
 from rlsprune.train.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
 from rlsprune.train.loop import Batch, EpochLoss, Evaluation, evaluate, train_epoch
 from rlsprune.train.method import Retained
+from rlsprune.train.noise import drop_inputs, mix_pairs
 from rlsprune.train.observer import Observer
 from rlsprune.train.recipe import Recipe
 from rlsprune.train.record import Record, health_rows, layer_rows, mean_image, tail, total_percent
@@ -75,7 +76,7 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
     finally:
         observer.close()
     summary = current.share.by_first(current.summary)
-    folder.save_model(current.model, {"config": dict(recipe.config), "events": current.record.events})
+    folder.save_model(current.result, {"config": dict(recipe.config), "events": current.record.events})
     folder.write_json("summary", summary)
     folder.drop_old_checkpoints()
     observer.end(summary)
@@ -115,10 +116,13 @@ class Run:
         if saved is None:
             recipe.prepare(self.model)
         recipe.in_layout(self.model)
+        self._average = self._moving_average()
         self.guard = Guard(self.model, recipe.on_fault, alone=self.share.ranks is None)
         self.optimizer = recipe.build_optimizer(self.model)
         self.scheduler = LambdaLR(self.optimizer, self._lr_factor)
         self.method = recipe.build_method(self.model, self.optimizer, self.example)
+        if self._average is not None:
+            self.method.follow(self._average)
         if saved is not None:
             with _fitting(folder):
                 self._restore(*saved)
@@ -138,12 +142,14 @@ class Run:
 
         def on_batch(number: int, loss: Tensor) -> None:
             self.scheduler.step()
+            if self._average is not None:
+                self._average.update_parameters(self.model)
             observer.batch(number, loss)
 
         losses = train_epoch(
             self.network,
             self.optimizer,
-            self._noisy(self.batches),
+            self._training_batches(),
             self.recipe.loss,
             self.method,
             on_batch,
@@ -203,6 +209,11 @@ class Run:
         warnings.warn(f"{error}; back to epoch {earlier.done} with {0.5**rolled_back:g} of the step", stacklevel=2)
         return earlier
 
+    @property
+    def result(self) -> nn.Module:
+        """The network that is evaluated and kept: the one that is trained, or the moving average of it."""
+        return self.model if self._average is None else self._average.module
+
     def layers(self) -> list[dict[str, Any]]:
         """What is left of every layer."""
         return layer_rows(self.method.retained(), self.unpruned.counts)
@@ -259,17 +270,22 @@ class Run:
         self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
 
     def _evaluate(self, split: Split) -> Evaluation:
-        return evaluate(self.model, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
+        return evaluate(self.result, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
 
-    def _noisy(self, batches: Batches) -> Iterator[Batch]:
-        """As the network takes them in training."""
-        share = self.recipe.training.input_noise
-        for inputs, labels in batches:
-            if share:
-                # Drawn on the CPU, whose random state the checkpoint has, so that a run goes on alike on every device.
-                kept = (torch.rand(inputs.shape) >= share).to(inputs.device)
-                inputs = inputs * kept / (1 - share)
-            yield inputs, labels
+    def _training_batches(self) -> Iterable[Batch]:
+        """Of one epoch, as the network takes them."""
+        training, batches = self.recipe.training, self.batches
+        noisy = drop_inputs(batches, training.input_noise) if training.input_noise else batches
+        return mix_pairs(noisy, len(self.data.classes), training.mixup) if training.mixup else noisy
+
+    def _moving_average(self) -> AveragedModel | None:
+        """Of the weights, over as many steps as the recipe says; None for none."""
+        steps = self.recipe.training.average * len(self.batches)
+        if not steps:
+            return None
+        ema = get_ema_multi_avg_fn(1 - 1 / max(1.0, steps))  # type: ignore[no-untyped-call]
+        # Copied before the optimizer puts its hooks on the network.
+        return AveragedModel(self.model, multi_avg_fn=ema)
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
         """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""
@@ -303,6 +319,7 @@ class Run:
     def _state(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer.state_dict(),
+            "average": None if self._average is None else self._average.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "method": self.method.state_dict(),
             "batches": self.batches.state_dict(),
@@ -314,6 +331,8 @@ class Run:
 
     def _restore(self, epoch: int, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.method.load_state_dict(state["method"])
         self.batches.load_state_dict(state["batches"])

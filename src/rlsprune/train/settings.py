@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass
 
 __all__ = ["ON_FAULT", "PruningSettings", "TrainingSettings"]
 
@@ -42,8 +43,17 @@ class TrainingSettings:
     """The last share of the epochs, in which the learning rate falls linearly to zero, batch by batch."""
     input_noise: float = 0.0
     """The share of the input values that are set to zero at random in training; the others are scaled up to match."""
+    mixup: float = 0.0
+    """a, if training images and their targets are mixed in pairs by a share drawn from Beta(a, a); 0: not mixed."""
+    average: float = 0.0
+    """What is evaluated and kept is a moving average of the weights that reaches so many epochs back; 0: no average."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name in ("lr_decay", "input_noise"):
+            value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{name} {value} is not valid: it must be in [0, 1)")
+        for name in ("mixup", "average"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} {value} is not valid: it must be at least 0")

@@ -25,6 +25,9 @@ class NoPruning:
         """Held-out images stay held out."""
         return False
 
+    def follow(self, copy: nn.Module) -> None:
+        """The copy keeps its shape, as the network does."""
+
     def after_backward(self) -> None:
         """Nothing to do."""
 
