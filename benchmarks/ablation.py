@@ -1,8 +1,8 @@
 """What each part of `rls` is worth: leaves one out, or puts one in, and looks at images that no run has trained on.
 
 `python benchmarks/ablation.py mnist-fnn --seeds 0,1,2` prints a table: precision on validation images, which are
-training images of the data set that are left out of the runs. The test images are not looked at. Finished runs are kept
-in --out and not made again.
+training images of the data set that are left out of the runs. The test images are not looked at. Time is a ratio to the
+first variant's. Finished runs are kept in --out and not made again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from rlsprune import data
 from rlsprune.data.datasets import Dataset
 from rlsprune.experiments.config import HELD_OUT_SHARE, RunConfig, make_config
+from rlsprune.experiments.jobs import check_settings
 from rlsprune.experiments.registry import EXPERIMENTS, experiment
 from rlsprune.experiments.run import make_recipe
 from rlsprune.train.folder import RunFolder
@@ -23,25 +24,23 @@ from rlsprune.train.run import train_and_prune
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},
-    "no input noise": {"training": {"input_noise": 0.0}},
-    "more input noise": {"training": {"input_noise": 0.3}},
-    "mixup": {"training": {"mixup": 1.0, "input_noise": 0.0}},
-    "average": {"training": {"average": 1.0}},
-    "average of half an epoch": {"training": {"average": 0.5}},
-    "mixup and average": {"training": {"mixup": 1.0, "input_noise": 0.0, "average": 1.0}},
-    "light mixup and average": {"training": {"mixup": 0.2, "input_noise": 0.0, "average": 1.0}},
-    "mixup, noise and average": {"training": {"mixup": 1.0, "average": 1.0}},
-    "rate falls in 70 %": {"training": {"lr_decay": 0.7}},
+    "no average": {"training": {"average": 0.0}},
+    "average of two epochs": {"training": {"average": 2.0}},
+    "no noise": {"training": {"input_noise": 0.0}},
+    "noise of a tenth": {"training": {"input_noise": 0.1}},
+    "noise of three tenths": {"training": {"input_noise": 0.3}},
+    "rate falls from 30 %": {"training": {"lr_decay": 0.7}},
     "rate stays": {"training": {"lr_decay": 0.0}},
-    "prunes up to 70 %": {"pruning": {"settle": 0.3}},
+    "25 % at a time": {"pruning": {"ratio": 0.25}},
+    "60 % at a time": {"pruning": {"ratio": 0.6}},
+    "prunes up to 80 %": {"pruning": {"settle": 0.2}},
+    "gate: training loss": {"pruning": {"gate": "train"}},
     "not compensated": {"pruning": {"compensate": False}},
     "training P": {"pruning": {"statistics": "training"}},
+    "P sliced": {"pruning": {"inverse": "slice"}},
     "l1 scores": {"pruning": {"criterion": "l1"}},
-    "paper's scores": {"pruning": {"criterion": "rls"}},
-    "slices P": {"pruning": {"inverse": "slice"}},
-    "half as much at a time": {"pruning": {"ratio": 0.125}},
-    "twice as much at a time": {"pruning": {"ratio": 0.5}},
-    "gate: training loss": {"pruning": {"gate": "train"}},
+    "the paper's scores": {"pruning": {"criterion": "rls"}},
+    "held out to the end": {"pruning": {"reunite": False}},
 }
 """Name → what is changed in the settings of `rls`."""
 
@@ -49,10 +48,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 def config_of(variant: str, options: argparse.Namespace, seed: int) -> RunConfig:
     """The run of a variant."""
     changes = VARIANTS[variant]
-    given = {"epochs": options.epochs, "train_images": options.train_images, "data_dir": options.data_dir}
+    names = ("epochs", "train_images", "target", "data_dir")
+    given = {name: getattr(options, name) for name in names}
     config = make_config(options.experiment, "rls", seed=seed, verify=not options.no_verify, **given)
     assert config.pruning is not None
-    pruning = replace(config.pruning, **({"target": options.target} | changes.get("pruning", {})))
+    pruning = replace(config.pruning, **changes.get("pruning", {}))
     training = replace(config.training, **changes.get("training", {}))
     return replace(config, pruning=pruning, training=training, gate=pruning.gate)
 
@@ -64,36 +64,46 @@ def validation_data(config: RunConfig, count: int) -> Dataset:
     split = loaded.take(images + count).hold_out(count, seed=1)
     assert split.valid is not None
     split = replace(split, test=split.valid, valid=None)
-    return split.hold_out(round(HELD_OUT_SHARE * images)) if config.gate == "valid" else split
+    return split.hold_out(max(1, round(HELD_OUT_SHARE * images))) if config.gate == "valid" else split
+
+
+def summary_of(variant: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Of a variant's run, which is made if it has not been."""
+    config = config_of(variant, options, seed)
+    name = f"{variant.replace(' ', '-')}-{options.valid_images}-seed{seed}"
+    folder = RunFolder(options.out / options.experiment / name)
+    check_settings(folder.path, config)
+    if not folder.finished:
+        train_and_prune(make_recipe(config, validation_data(config, options.valid_images)), folder)
+    return folder.read_json("summary")
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("experiment", choices=list(EXPERIMENTS))
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="some of: " + ", ".join(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--train-images", type=int)
     parser.add_argument("--valid-images", type=int, default=5000)
-    parser.add_argument("--target", type=float, default=0.05, help="share of the parameters at which pruning ends")
+    parser.add_argument("--target", type=float, help="share of the parameters at which pruning ends")
     parser.add_argument("--data-dir")
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     options = parser.parse_args()
 
-    print(f"| {options.experiment} | precision % | loss | weights % | seconds |\n|---|---:|---:|---:|---:|")
-    for variant in options.variants.split(","):
-        summaries = []
-        for seed in map(int, options.seeds.split(",")):
-            config = config_of(variant, options, seed)
-            folder = RunFolder(options.out / options.experiment / f"{variant.replace(' ', '-')}-seed{seed}")
-            if not folder.finished:
-                train_and_prune(make_recipe(config, validation_data(config, options.valid_images)), folder)
-            summaries.append(folder.read_json("summary"))
+    first = None
+    print(f"| {options.experiment} | precision % | loss | weights % | time |\n|---|---:|---:|---:|---:|")
+    for variant in options.variants:
+        summaries = [summary_of(variant, options, seed) for seed in map(int, options.seeds.split(","))]
+        means = {name: statistics.fmean(s[name] for s in summaries) for name in ("loss", "weights_percent", "seconds")}
+        first = first or means["seconds"]
         columns = [
-            ", ".join(f"{summary['final_precision']:.2f}" for summary in summaries),
-            *(f"{statistics.fmean(s[name] for s in summaries):.3g}" for name in ("loss", "weights_percent", "seconds")),
+            ", ".join(f"{summary['precision']:.2f}" for summary in summaries),
+            f"{means['loss']:.4f}",
+            f"{means['weights_percent']:.1f}",
+            f"{means['seconds'] / first:.2f}",
         ]
         print("| " + " | ".join([variant, *columns]) + " |", flush=True)
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsprune.experiments.config import PAPER, RLS_TRAINING, RunConfig, make_config
+from rlsprune.experiments.config import PAPER, RunConfig, make_config
 from rlsprune.experiments.paper import TABLES
 from rlsprune.experiments.plan import COMPARED, comparison, sweep, twin_of
 from rlsprune.experiments.registry import BASELINES, EXPERIMENTS, METHODS
@@ -84,7 +84,8 @@ def test_scratch_alone_brings_rls_along(tmp_path: Path) -> None:
 
 def test_unpruned_twin_of_rls_is_trained_like_it_and_that_of_the_paper_like_the_paper(tmp_path: Path) -> None:
     runs = {run.label: run.config for run in comparison("mnist-fnn", ["rls", "rls-paper", "scratch"], [0], tmp_path)}
-    assert runs["rls-unpruned"].training == runs["rls"].training == runs["scratch"].training == RLS_TRAINING
+    ours = EXPERIMENTS["mnist-fnn"].training
+    assert runs["rls-unpruned"].training == runs["rls"].training == runs["scratch"].training == ours
     assert runs["none-rls"].training == runs["rls-paper"].training == TrainingSettings()
 
 
@@ -111,3 +112,24 @@ def test_paper_s_columns_agree_with_themselves(table: int, nodes: tuple[int, ...
             share = sum(n * s for n, s in zip(full, shares[:-1], strict=True)) / sum(full)
             # Layers and total are printed to 0.1 each, some of them cut rather than rounded.
             assert share == pytest.approx(shares[-1], abs=0.11), (method, full)
+
+
+def test_target_is_the_experiment_s_unless_another_is_asked_for(tmp_path: Path) -> None:
+    runs = {run.label: run.config for run in comparison("svhn-vgg", COMPARED, [0], tmp_path, target=0.02)}
+    assert runs["rls"].pruning is not None
+    assert runs["rls"].pruning.target == 0.02
+    assert runs["rls-paper"].pruning == PAPER
+    assert make_config("svhn-vgg").pruning == EXPERIMENTS["svhn-vgg"].pruning
+
+
+@pytest.mark.parametrize(("method", "target"), [("rls", 0.0), ("rls", 1.0), ("rls-paper", 0.1), ("l1-norm", 0.1)])
+def test_targets_that_make_no_sense(method: str, target: float) -> None:
+    with pytest.raises(ValueError, match="--target"):
+        make_config("digits-fnn", method, target=target)
+
+
+def test_a_config_without_all_pruning_settings_is_refused() -> None:
+    values = make_config("digits-fnn", "rls-paper").to_dict()
+    del values["pruning"]["criterion"]
+    with pytest.raises(ValueError, match="criterion"):
+        RunConfig.from_dict(values)

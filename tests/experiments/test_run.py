@@ -11,8 +11,10 @@ import torch
 from rlsprune import io
 from rlsprune.cli import main
 from rlsprune.experiments.config import make_config
+from rlsprune.experiments.methods import take_shape
 from rlsprune.experiments.registry import METHODS, experiment
 from rlsprune.experiments.run import load_data, run
+from rlsprune.models import ResNet
 from rlsprune.train.counting import count_retained
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import evaluate, mean_squared_error
@@ -91,6 +93,25 @@ def test_scratch_has_the_shape_and_the_pixels_of_rls_and_other_weights(tmp_path:
     assert summary["weights_percent"] < 100
     models = [io.load(folder.model, into=experiment("digits-fnn").build()) for folder in (source, fresh)]
     assert not torch.equal(models[0].get_parameter("fc2.weight"), models[1].get_parameter("fc2.weight"))
+
+
+def test_target_is_an_option(tmp_path: Path) -> None:
+    command = ["run", "--target", "0.6", "--epochs", "2", "--warmup-epochs", "0", "--train-images", "300", "--quiet"]
+    assert main([*command, "--threads", "1", "--out", str(tmp_path)]) == 0
+    assert RunFolder(tmp_path).read_json("config")["pruning"]["target"] == 0.6
+    assert RunFolder(tmp_path).read_json("summary")["weights_percent"] == pytest.approx(60, abs=2)
+
+
+def test_scratch_forgets_the_batch_norms_too(tmp_path: Path) -> None:
+    trained, fresh = ResNet(8), ResNet(8)
+    with torch.no_grad():
+        for tensor in (*trained.parameters(), *trained.buffers()):
+            tensor.fill_(3)
+    io.save(trained, RunFolder(tmp_path).model)
+    torch.manual_seed(0)
+    take_shape(fresh, RunFolder(tmp_path))
+    for name, tensor in (*fresh.named_parameters(), *fresh.named_buffers()):
+        assert not bool((tensor == 3).any()), name
 
 
 def test_another_seed_gives_other_numbers(tmp_path: Path, tiny: dict[str, Any]) -> None:

@@ -81,3 +81,34 @@ def test_the_cheaper_form_is_taken_and_both_agree() -> None:
 def test_a_p_that_is_not_positive_definite_is_refused() -> None:
     with pytest.raises(FloatingPointError, match="not positive definite"):
         DenseInverse(-torch.eye(3).double()).without(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 300])
+def test_rows_give_their_damped_autocorrelation_tile_by_tile(n: int) -> None:
+    rows = torch.rand(max(n, 200), n, generator=torch.Generator().manual_seed(0))
+    P = from_rows(rows, DAMPING)
+    assert isinstance(P, Autocorrelation)
+    expected, _ = forms(rows.double())
+    torch.testing.assert_close(P.A, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(P.A, P.A.mT)
+
+
+@pytest.mark.parametrize("n", [130, 300])
+def test_the_schur_complement_of_a_large_p(n: int) -> None:
+    rows = torch.randn(2 * n, n, generator=torch.Generator().manual_seed(0)).double()
+    A, (dense, *_) = forms(rows)
+    gone = torch.arange(0, n, 7)
+    stay = complement(n, gone)
+    smaller = dense.without(gone).blocks(torch.arange(len(stay)).unsqueeze(0))[0]
+    torch.testing.assert_close(smaller, torch.linalg.inv(A[stay][:, stay]), rtol=1e-8, atol=1e-8)
+    assert torch.equal(smaller, smaller.mT)
+
+
+@given(problems())
+@settings(deadline=None)
+def test_a_refit_after_scores_is_the_same(problem: tuple[Tensor, ...]) -> None:
+    rows, weights, gone = problem
+    autocorrelation, _ = forms(rows)
+    fresh, scored = Autocorrelation(autocorrelation), Autocorrelation(autocorrelation)
+    scored.blocks(torch.arange(len(autocorrelation)).unsqueeze(1))
+    torch.testing.assert_close(scored.refit(weights, gone), fresh.refit(weights, gone), rtol=1e-8, atol=1e-8)

@@ -88,13 +88,15 @@ class Killer(Observer):
         if self.done == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-fit(make_fit_config({model!r}, {data!r}, epochs=4, warmup_epochs=0), RunFolder({folder!r}), Killer())
+options = {{'epochs': 4, 'warmup_epochs': 0, 'average': 0.5}}
+fit(make_fit_config({model!r}, {data!r}, **options), RunFolder({folder!r}), Killer())
 """
 
 
 def test_killed_run_is_resumed_to_the_same_weights(networks: Path, npz: Path, tmp_path: Path) -> None:
     model, whole, broken = f"{networks}:mlp", tmp_path / "whole", tmp_path / "broken"
-    assert main(["fit", model, "--data", str(npz), "--out", str(whole), *QUICK]) == 0
+    options = ["--average", "0.5", *QUICK]
+    assert main(["fit", model, "--data", str(npz), "--out", str(whole), *options]) == 0
     script = KILLED.format(model=model, data=str(npz), folder=str(broken))
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert killed.returncode < 0, killed.stderr
@@ -319,6 +321,7 @@ def test_faults_and_determinism_are_the_recipes(npz: Path, networks: Path) -> No
         (["m:f", "--data", "d.npz", "--ratio", "0"], "--ratio 0"),
         (["m:f", "--data", "d.npz", "--optimizer", "lion"], "--optimizer lion"),
         (["m:f", "--data", "d.npz", "--channels", "2"], "--channels 2"),
+        (["m:f", "--data", "d.npz", "--average", "-1"], "--average -1"),
     ],
 )
 def test_options_that_make_no_sense(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

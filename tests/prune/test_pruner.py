@@ -235,6 +235,15 @@ def test_a_copy_whose_indices_would_be_averaged_is_refused() -> None:
     make_pruner(model, optimizer, input_ratio=0).follow(average)
 
 
+def test_a_copy_that_could_not_be_rolled_back_is_refused() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, warmup_epochs=0)
+    train(model, optimizer, (20,), 1)
+    assert pruner.step(1.0) is not None
+    with pytest.raises(RuntimeError, match="before the first prune"):
+        pruner.follow(copy.deepcopy(model))
+
+
 def test_block_diagonal_p_shrinks_block_by_block() -> None:
     model, optimizer = trained(cnn, block_size=30)
     pruner = make_pruner(model, optimizer, statistics="training", ratio=0.4)

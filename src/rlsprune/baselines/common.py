@@ -35,6 +35,14 @@ class Rival(NoPruning):
         super().__init__(model, example_inputs)
         self.ratio = ratio
 
+    def follow(self, copy: nn.Module) -> None:
+        """Refuses: a rival prunes the network alone.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"{type(self).__name__} prunes no copy of its network: train without a moving average")
+
     def retained(self) -> Mapping[str, Retained]:
         """Nodes and weights that are left, per layer; weights that are zero do not count."""
         return count_retained(self.model, self.example_inputs, zeros=False)

@@ -12,9 +12,10 @@ import typer
 
 from rlsprune.commands import folders, options
 from rlsprune.distributed.session import leads
-from rlsprune.experiments.config import AUGMENTS, RLS_DEFAULTS
+from rlsprune.experiments.config import AUGMENTS
 from rlsprune.experiments.registry import OPTIMIZERS
 from rlsprune.own.config import BATCH_NORM_RATE, LEARNING_RATES, FitConfig, make_fit_config
+from rlsprune.train.settings import OURS
 
 __all__ = ["EXAMPLES", "fit"]
 
@@ -52,10 +53,10 @@ def fit(
     ] = None,
     target: Annotated[
         float | None, typer.Option("--target", help="The share of the parameters at which pruning ends.")
-    ] = RLS_DEFAULTS.target,
+    ] = OURS.target,
     ratio: Annotated[
         float, typer.Option("--ratio", help="ξ: the share of a layer that may go at an event.")
-    ] = RLS_DEFAULTS.ratio,
+    ] = OURS.ratio,
     epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
     warmup_epochs: Annotated[
         int | None,
@@ -73,6 +74,9 @@ def fit(
     augment: Annotated[
         str | None, typer.Option("--augment", help=f"Vary the images in training: {', '.join(AUGMENTS)}.")
     ] = None,
+    average: Annotated[
+        float, typer.Option("--average", help="Keep the moving average of the weights over so many epochs; 0: none.")
+    ] = 1.0,
     no_prune: Annotated[bool, typer.Option("--no-prune", help="Train only, to compare with.")] = False,
     seed: Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and splitting.")] = 0,
     out: options.Out = None,
@@ -111,6 +115,7 @@ def fit(
         image_size=image_size,
         channels=channels,
         augment=augment,
+        average=average,
         method="none" if no_prune else None,
         seed=seed,
         device=machine["device"],

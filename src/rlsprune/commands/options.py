@@ -56,6 +56,10 @@ Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs to train, i
 Ratio = Annotated[
     float | None, typer.Option("--ratio", help="ξ of rls and rls-paper: the share of a layer that may go at an event.")
 ]
+Target = Annotated[
+    float | None,
+    typer.Option("--target", help="The share of the parameters at which rls stops. Default: the experiment's."),
+]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
 ]
@@ -76,7 +80,7 @@ Loss = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help=f"One of {_choices(LOSSES)}; mse is Eq. (15) of the paper. Default: the experiment's, or cross-entropy.",
+        help=f"One of {_choices(LOSSES)}: Eq. (15) of the paper, or what is the default for the ResNet and in fit.",
         autocompletion=_completing(LOSSES),
     ),
 ]
@@ -126,6 +130,7 @@ def _training(
     preset: PresetName = "short",
     epochs: Epochs = None,
     warmup_epochs: Warmup = None,
+    target: Target = None,
     gate: Gate = None,
     loss: Loss = None,
     batch_size: BatchSize = None,

@@ -10,7 +10,7 @@ from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experime
 from rlsprune.train.plain import from_plain
 from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings
 
-__all__ = ["PAPER", "RLS_DEFAULTS", "RLS_TRAINING", "RunConfig", "make_config"]
+__all__ = ["PAPER", "RunConfig", "make_config"]
 
 GATES = ("train", "batch", "valid")
 LOSSES = ("mse", "cross-entropy")
@@ -31,25 +31,6 @@ PAPER = PruningSettings(
     reunite=False,
 )
 """The paper to the letter."""
-
-RLS_DEFAULTS = PruningSettings(
-    ratio=0.25,
-    gate="valid",
-    criterion="obs",
-    compensate=True,
-    inverse="schur",
-    statistics="exact",
-    patience=3,
-    settle=0.4,
-    tolerance=0.05,
-    target=0.1,
-    reunite=True,
-)
-"""Ours."""
-
-
-RLS_TRAINING = TrainingSettings(lr_decay=0.4, input_noise=0.1)
-"""Ours: of `rls`, of its unpruned twin and of `scratch`."""
 
 HELD_OUT_SHARE = 1 / 12
 """Of the training images, for the gate "valid"; of MNIST's that makes 5,000."""
@@ -132,6 +113,7 @@ def make_config(
     optimizer: str | None = None,
     preset: str = "short",
     ratio: float | None = None,
+    target: float | None = None,
     gate: str | None = None,
     augment: bool | None = None,
     unpruned: bool = False,
@@ -145,6 +127,7 @@ def make_config(
         optimizer: None for the method's own: RLS for ours, SGD for the rivals.
         preset: "short" or "paper".
         ratio: ξ of our methods.
+        target: The share of the parameters at which `rls` stops pruning; None for the experiment's.
         gate: None for the method's own.
         augment: None for the preset's.
         unpruned: The method's unpruned twin.
@@ -157,14 +140,19 @@ def make_config(
     _among("method", method, METHODS)
     chosen = experiment(name).presets[preset]
     values = {key: value for key, value in given.items() if value is not None}
-    rls = replace(RLS_DEFAULTS, target=experiment(name).target)
-    ours = {"rls": rls, "rls-paper": PAPER}.get(method)
+    ours = {"rls": experiment(name).pruning, "rls-paper": PAPER}.get(method)
     if ratio is not None:
         if ours is None:
             raise ValueError(f"--ratio is for rls and rls-paper: the ratios of {method} are those of the paper")
         if not 0 < ratio < 1:
             raise ValueError(f"--ratio {ratio} is not valid: it must be in (0, 1)")
         ours = replace(ours, ratio=ratio)
+    if target is not None:
+        if ours is None or method != "rls":
+            raise ValueError(f"--target is for rls: {method} prunes as its paper says")
+        if not 0 < target < 1:
+            raise ValueError(f"--target {target} is not valid: it must be in (0, 1)")
+        ours = replace(ours, target=target)
     if ours is not None and gate is not None:
         ours = replace(ours, gate=gate)
     augmented = chosen.augment if augment is None else augment
@@ -180,7 +168,7 @@ def make_config(
             "prune_epoch": None if unpruned else prune_epoch,
             "gate": gate or (ours.gate if ours else "train"),
             "pruning": ours,
-            "training": RLS_TRAINING if method in ("rls", "scratch") else TrainingSettings(),
+            "training": experiment(name).training if method in ("rls", "scratch") else TrainingSettings(),
             "seed": 0,
             "epochs": chosen.epochs,
             "loss": experiment(name).loss,

@@ -14,7 +14,7 @@ from rlsprune.experiments.config import RunConfig
 from rlsprune.experiments.plan import PlannedRun
 from rlsprune.train.folder import RunFolder
 
-__all__ = ["RunFailedError", "Runner", "check_result", "run_all"]
+__all__ = ["RunFailedError", "Runner", "check_result", "check_settings", "run_all"]
 
 Done = Callable[[PlannedRun, dict[str, Any], bool], None]
 """Called with a run, its summary, and whether it had been finished before."""
@@ -52,7 +52,7 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
         RunFailedError: A run failed. The others that had been started are ended too; all can be resumed.
     """
     for run in runs:
-        _check(run)
+        check_settings(run.folder, run.config)
     waiting = []
     for run in runs:
         folder = RunFolder(run.folder)
@@ -78,14 +78,19 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
             raise
 
 
-def _check(run: PlannedRun) -> None:
-    folder = RunFolder(run.folder)
+def check_settings(path: Path, config: RunConfig) -> None:
+    """Makes sure that a folder is empty or holds the run that is asked for.
+
+    Raises:
+        ValueError: It holds one with other settings.
+    """
+    folder = RunFolder(path)
     if not folder.started:
         return
-    differences = run.config.differences(RunConfig.from_dict(folder.read_json("config")))
+    differences = config.differences(RunConfig.from_dict(folder.read_json("config")))
     if differences:
         raise ValueError(
-            f"{run.folder} holds a run with other settings (asked for: {', '.join(differences)}): "
+            f"{path} holds a run with other settings (asked for: {', '.join(differences)}): "
             "give another --out, or delete that folder"
         )
 

@@ -32,10 +32,9 @@ def build_model(config: RunConfig) -> nn.Module:
 
 
 def build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
-    """RLS with the paper's settings, the rivals' momentum SGD with the paper's settings, or AdamW."""
+    """RLS and the rivals' momentum SGD with the paper's settings (with batch norm a lower η), or AdamW."""
     if config.optimizer == "rls":
-        rate = experiment(config.experiment).rate
-        return RLS(model, lr=rate, fallback_lr=min(0.1, rate))
+        return RLS(model, lr=experiment(config.experiment).rate)
     if config.optimizer == "sgd":
         return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     return AdamW(model.parameters(), lr=1e-3)
@@ -63,6 +62,7 @@ def take_shape(model: nn.Module, folder: RunFolder) -> None:
     The input features that the run had kept are part of its shape.
     """
     io.load(folder.model, into=model)
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            layer.reset_parameters()
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)  # of a batch norm its statistics too
+        if reset is not None:
+            reset()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsprune.experiments.config import RLS_TRAINING, RunConfig, make_config
-from rlsprune.experiments.registry import METHODS
+from rlsprune.experiments.config import RunConfig, make_config
+from rlsprune.experiments.registry import METHODS, experiment
 
 __all__ = ["COMPARED", "TWINS", "PlannedRun", "comparison", "sweep", "twin_of"]
 
@@ -16,7 +16,7 @@ COMPARED = tuple(method for method in METHODS if method != "none")
 """What a comparison compares."""
 
 TWINS: dict[str, dict[str, Any]] = {
-    "rls-unpruned": {"method": "none", "optimizer": "rls", "training": RLS_TRAINING},
+    "rls-unpruned": {"method": "none", "optimizer": "rls"},
     "none-rls": {"method": "none", "optimizer": "rls"},
     "none-sgd": {"method": "none", "optimizer": "sgd"},
     "net-slimming-unpruned": {"method": "net-slimming", "unpruned": True},
@@ -51,10 +51,10 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         methods: Some of `COMPARED`.
         seeds: One run each.
         out: The folder that holds the runs' folders.
-        **options: As `make_config` takes them; a ratio is for our methods alone.
+        **options: As `make_config` takes them; a ratio is for our methods alone, a target for `rls`.
     """
     methods = list(dict.fromkeys(methods))
-    ratio = options.pop("ratio", None)
+    ratio, target = options.pop("ratio", None), options.pop("target", None)
     if "scratch" in methods and "rls" not in methods:
         methods.insert(0, "rls")  # whose shape it takes
     twins = list(dict.fromkeys(map(twin_of, methods)))
@@ -62,7 +62,11 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
     for seed in seeds:
         for label in [*twins, *methods]:
             settings = TWINS.get(label, {"method": label})
-            own = {"ratio": ratio} if label in ("rls", "rls-paper") else {}
+            own: dict[str, Any] = {
+                "rls": {"ratio": ratio, "target": target},
+                "rls-paper": {"ratio": ratio},
+                "rls-unpruned": {"training": experiment(name).training},
+            }.get(label, {})
             config = make_config(name, seed=seed, **settings, **own, **options)
             runs.append(PlannedRun(label, config, _folder(out, label, seed)))
     return [_after_rls(run, out) if run.label == "scratch" else run for run in runs]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+from rlsprune.train.settings import OURS, PruningSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +35,7 @@ class Preset:
     """M"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """A data set, a network and the rivals' pruning ratios on it."""
 
@@ -52,11 +54,13 @@ class Experiment:
     soft_ratio: float
     """What soft pruning zeroes out in every epoch."""
     presets: Mapping[str, Preset]
+    training: TrainingSettings
+    """Of `rls`, of its unpruned twin and of `scratch`."""
+    pruning: PruningSettings
+    """Of `rls`."""
     loss: str = "mse"
     rate: float = 1.0
     """η of RLS: lower with batch norm."""
-    target: float = 0.1
-    """The share of the parameters at which `rls` stops pruning."""
 
     @property
     def convolutional(self) -> bool:
@@ -76,33 +80,71 @@ class Experiment:
 # plateau, and there would be nothing to compare.
 _SHORT_CONVOLUTIONAL = Preset(10, 3, train_images=5000, test_images=2000, batch_size=32)
 
+_NOISY = TrainingSettings(lr_decay=0.4, average=1.0, input_noise=0.1)
+_PLAIN = TrainingSettings(lr_decay=0.4, average=1.0)
 
-def _fnn(name: str, title: str, dataset: str, table: int | None, short: Preset) -> Experiment:
-    presets = {"short": short, "paper": Preset(200, 30)}
-    return Experiment(name, title, dataset, "fnn", "crop", table, 0.7, 0.7, 0.3, presets)
+
+def _fnn(name: str, title: str, dataset: str, short: Preset) -> Experiment:
+    return Experiment(
+        name=name,
+        title=title,
+        dataset=dataset,
+        network="fnn",
+        augmentation="crop",
+        table=1,
+        structured_ratio=0.7,
+        weight_ratio=0.7,
+        soft_ratio=0.3,
+        presets={"short": short, "paper": Preset(200, 30)},
+        training=_NOISY,
+        pruning=OURS,
+    )
 
 
 def _vgg(
     name: str, title: str, dataset: str, augmentation: Literal["crop", "crop+flip"], table: int, paper: Preset
 ) -> Experiment:
-    presets = {"short": _SHORT_CONVOLUTIONAL, "paper": paper}
-    return Experiment(name, title, dataset, "mini-vgg", augmentation, table, 0.5, 0.5, 0.3, presets)
+    return Experiment(
+        name=name,
+        title=title,
+        dataset=dataset,
+        network="mini-vgg",
+        augmentation=augmentation,
+        table=table,
+        structured_ratio=0.5,
+        weight_ratio=0.5,
+        soft_ratio=0.3,
+        presets={"short": _SHORT_CONVOLUTIONAL, "paper": paper},
+        training=_PLAIN,
+        pruning=replace(OURS, target=0.06),
+    )
 
 
-def _resnet(name: str, title: str, dataset: str) -> Experiment:
-    presets = {"short": _SHORT_CONVOLUTIONAL, "paper": Preset(200, 30, augment=True)}
-    others = {"loss": "cross-entropy", "rate": 0.1, "target": 0.25}  # where DepGraph ends with half of every layer
-    return Experiment(name, title, dataset, "resnet20", "crop+flip", None, 0.5, 0.5, 0.3, presets, **others)  # type: ignore[arg-type]
-
+_RESNET = Experiment(
+    name="cifar10-resnet20",
+    title="ResNet-20 on CIFAR-10",
+    dataset="cifar10",
+    network="resnet20",
+    augmentation="crop+flip",
+    table=None,
+    structured_ratio=0.5,
+    weight_ratio=0.5,
+    soft_ratio=0.3,
+    presets={"short": _SHORT_CONVOLUTIONAL, "paper": Preset(200, 30, augment=True)},
+    training=_PLAIN,
+    pruning=replace(OURS, target=0.25),  # where the rivals end with half of every layer
+    loss="cross-entropy",
+    rate=0.1,
+)
 
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
-        _fnn("digits-fnn", "FNN on the embedded digits", "digits", 1, Preset(40, 3)),
-        _fnn("mnist-fnn", "FNN on MNIST", "mnist", 1, Preset(20, 3)),
+        _fnn("digits-fnn", "FNN on the embedded digits", "digits", Preset(40, 3)),
+        _fnn("mnist-fnn", "FNN on MNIST", "mnist", Preset(20, 3)),
         _vgg("cifar10-vgg", "mini-VGG on CIFAR-10", "cifar10", "crop+flip", 2, Preset(200, 30, augment=True)),
         _vgg("svhn-vgg", "mini-VGG on SVHN", "svhn", "crop", 3, Preset(200, 30)),
-        _resnet("cifar10-resnet20", "ResNet-20 on CIFAR-10", "cifar10"),
+        _RESNET,
     )
 }
 

@@ -106,7 +106,7 @@ class Autocorrelation:
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
         if self._dense is None:
-            self._dense = DenseInverse(torch.cholesky_inverse(torch.linalg.cholesky(self.A)))
+            self._dense = DenseInverse(torch.cholesky_inverse(cholesky_positive(self.A)))
         return self._dense.blocks(rows)
 
     def refit(self, weights: Tensor, gone: Tensor) -> Tensor:

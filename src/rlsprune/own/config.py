@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsprune.experiments.config import AUGMENTS, GATES, LOSSES, RLS_DEFAULTS
+from rlsprune.experiments.config import AUGMENTS, GATES, LOSSES
 from rlsprune.experiments.registry import OPTIMIZERS
 from rlsprune.train.plain import from_plain
-from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings
+from rlsprune.train.settings import ON_FAULT, OURS, PruningSettings, TrainingSettings
 
 __all__ = ["FitConfig", "make_fit_config"]
 
@@ -100,10 +100,11 @@ def make_fit_config(
     weights: str | Path | None = None,
     optimizer: str = "rls",
     lr: float | None = None,
-    ratio: float = RLS_DEFAULTS.ratio,
-    target: float | None = RLS_DEFAULTS.target,
+    ratio: float = OURS.ratio,
+    target: float | None = OURS.target,
     epochs: int = 20,
     warmup_epochs: int | None = None,
+    average: float = 1.0,
     **given: Any,
 ) -> FitConfig:
     """Completes what was asked for.
@@ -118,6 +119,7 @@ def make_fit_config(
         target: The share of the parameters at which pruning ends.
         epochs: In all.
         warmup_epochs: Epochs before the first prune; None for a tenth of all, or one with `weights`.
+        average: See `TrainingSettings`.
         **given: Other fields of `FitConfig`.
 
     Raises:
@@ -139,7 +141,7 @@ def make_fit_config(
             "optimizer": optimizer,
             "lr": lr,
             "loss": "cross-entropy",
-            "gate": RLS_DEFAULTS.gate,
+            "gate": OURS.gate,
             "seed": 0,
             "epochs": epochs,
             "warmup_epochs": warmup_epochs,
@@ -149,8 +151,8 @@ def make_fit_config(
             "augment": None,
             "device": "cpu",
             "threads": 1,
-            "pruning": replace(RLS_DEFAULTS, ratio=ratio, target=target),
-            "training": TrainingSettings(lr_decay=RLS_DEFAULTS.settle),
+            "pruning": replace(OURS, ratio=ratio, target=target),
+            "training": TrainingSettings(lr_decay=OURS.settle, average=average),
             **{name: value for name, value in given.items() if value is not None},
         }
     )

@@ -213,7 +213,13 @@ class Pruner:
 
         Raises:
             ValueError: It would average the indices of the input features that are kept, as if they were numbers.
+            RuntimeError: The model has been pruned, and could be rolled back to a shape that this copy never had.
         """
+        if self._recovered is not None:
+            raise RuntimeError(
+                "follow() comes too late: a roll-back of the last prune could not give this copy its shape. Call it "
+                "before the first prune, or before load_state_dict"
+            )
         if isinstance(copy, AveragedModel) and copy.use_buffers and self._prunes_inputs():
             raise ValueError(
                 "AveragedModel(use_buffers=True) averages buffers that hold indices, such as those of the kept inputs: "

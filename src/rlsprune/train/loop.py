@@ -17,7 +17,7 @@ from rlsprune.train.share import Share
 __all__ = ["LOSSES", "Batch", "EpochLoss", "Evaluation", "Loss", "evaluate", "mean_squared_error", "train_epoch"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs, labels) → the mean loss of the batch; labels are classes, or the share of every class."""
+"""(outputs, labels) → the mean loss of the batch."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and labels."""
@@ -27,8 +27,8 @@ ALONE = Share()
 
 
 def mean_squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Eq. (15): half the squared error, summed over the outputs, averaged over the batch. Classes become one-hot."""
-    targets = labels if labels.is_floating_point() else F.one_hot(labels, outputs.shape[-1]).to(outputs.dtype)
+    """Eq. (15) on one-hot targets: half the squared error, summed over the outputs, averaged over the batch."""
+    targets = F.one_hot(labels, outputs.shape[-1]).to(outputs.dtype)
     return (outputs - targets).square().sum() / (2 * len(outputs))
 
 

@@ -6,15 +6,15 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from rlsprune.data.batches import Batches
 from rlsprune.data.datasets import Split
 from rlsprune.determinism import deterministic
 from rlsprune.distributed.ranks import find_ranks
@@ -22,13 +22,13 @@ from rlsprune.files import FileError
 from rlsprune.inputs import kept_inputs
 from rlsprune.profile import count, latency
 from rlsprune.prune.event import PruneEvent
+from rlsprune.train.average import MovingAverage
 from rlsprune.train.counting import count_retained, percent
 from rlsprune.train.environment import describe_environment
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
 from rlsprune.train.loop import Batch, EpochLoss, Evaluation, evaluate, train_epoch
 from rlsprune.train.method import Retained
-from rlsprune.train.noise import drop_inputs, mix_pairs
 from rlsprune.train.observer import Observer
 from rlsprune.train.recipe import Recipe
 from rlsprune.train.record import Record, health_rows, layer_rows, mean_image, tail, total_percent
@@ -66,13 +66,13 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
     current = Run(recipe, folder)
     try:
         observer.start(recipe.config, current.done, recipe.epochs, len(current.batches))
-        observer.network(current.model, current.layers(), current.record.metrics)
+        observer.network(current.result, current.layers(), current.record.metrics)
         while current.done < recipe.epochs:
             try:
                 current.epoch(observer)
             except FloatingPointError as error:
                 current = current.after_fault(error)
-                observer.network(current.model, current.layers(), current.record.metrics)
+                observer.network(current.result, current.layers(), current.record.metrics)
     finally:
         observer.close()
     summary = current.share.by_first(current.summary)
@@ -116,13 +116,14 @@ class Run:
         if saved is None:
             recipe.prepare(self.model)
         recipe.in_layout(self.model)
-        self._average = self._moving_average()
+        steps = recipe.training.average * len(self.batches)
+        self._average = MovingAverage(self.model, steps) if steps else None
         self.guard = Guard(self.model, recipe.on_fault, alone=self.share.ranks is None)
         self.optimizer = recipe.build_optimizer(self.model)
         self.scheduler = LambdaLR(self.optimizer, self._lr_factor)
         self.method = recipe.build_method(self.model, self.optimizer, self.example)
         if self._average is not None:
-            self.method.follow(self._average)
+            self.method.follow(self._average.network)
         if saved is not None:
             with _fitting(folder):
                 self._restore(*saved)
@@ -143,20 +144,21 @@ class Run:
         def on_batch(number: int, loss: Tensor) -> None:
             self.scheduler.step()
             if self._average is not None:
-                self._average.update_parameters(self.model)
+                self._average.update(self.model)
             observer.batch(number, loss)
 
         losses = train_epoch(
             self.network,
             self.optimizer,
-            self._training_batches(),
+            self._noisy(self.batches),
             self.recipe.loss,
             self.method,
             on_batch,
             self.share,
             self.guard,
         )
-        self.share.align(self.model)
+        for network in dict.fromkeys((self.model, self.result)):
+            self.share.align(network)
         gate_loss = self._gate_loss(losses)
         if gate_loss is not None:
             self.guard.epoch_loss("gate's", gate_loss)
@@ -212,7 +214,7 @@ class Run:
     @property
     def result(self) -> nn.Module:
         """The network that is evaluated and kept: the one that is trained, or the moving average of it."""
-        return self.model if self._average is None else self._average.module
+        return self.model if self._average is None else self._average.network
 
     def layers(self) -> list[dict[str, Any]]:
         """What is left of every layer."""
@@ -272,20 +274,15 @@ class Run:
     def _evaluate(self, split: Split) -> Evaluation:
         return evaluate(self.result, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
 
-    def _training_batches(self) -> Iterable[Batch]:
-        """Of one epoch, as the network takes them."""
-        training, batches = self.recipe.training, self.batches
-        noisy = drop_inputs(batches, training.input_noise) if training.input_noise else batches
-        return mix_pairs(noisy, len(self.data.classes), training.mixup) if training.mixup else noisy
-
-    def _moving_average(self) -> AveragedModel | None:
-        """Of the weights, over as many steps as the recipe says; None for none."""
-        steps = self.recipe.training.average * len(self.batches)
-        if not steps:
-            return None
-        ema = get_ema_multi_avg_fn(1 - 1 / max(1.0, steps))  # type: ignore[no-untyped-call]
-        # Copied before the optimizer puts its hooks on the network.
-        return AveragedModel(self.model, multi_avg_fn=ema)
+    def _noisy(self, batches: Batches) -> Iterator[Batch]:
+        """As the network takes them in training."""
+        share = self.recipe.training.input_noise
+        for inputs, labels in batches:
+            if share:
+                # Drawn on the CPU, whose random state the checkpoint has, so that a run goes on alike on every device.
+                kept = (torch.rand(inputs.shape) >= share).to(inputs.device)
+                inputs = inputs * kept / (1 - share)
+            yield inputs, labels
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
         """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""

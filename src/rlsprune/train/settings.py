@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["ON_FAULT", "PruningSettings", "TrainingSettings"]
+__all__ = ["ON_FAULT", "OURS", "PruningSettings", "TrainingSettings"]
 
 ON_FAULT = ("raise", "skip", "rollback")
 """What a run does about a NaN, an infinity or a loss that diverges: it stops, leaves the batch out, or goes back to its
@@ -35,6 +35,22 @@ class PruningSettings:
     """Whether the images held out for the gate are trained on once pruning has ended."""
 
 
+OURS = PruningSettings(
+    ratio=0.4,
+    gate="valid",
+    criterion="obs",
+    compensate=True,
+    inverse="schur",
+    statistics="exact",
+    patience=3,
+    settle=0.4,
+    tolerance=0.05,
+    target=0.1,
+    reunite=True,
+)
+"""What won; see docs/results.md."""
+
+
 @dataclass(frozen=True)
 class TrainingSettings:
     """How the network is trained, beyond the optimizer's own settings. As it stands: the paper's way."""
@@ -43,8 +59,6 @@ class TrainingSettings:
     """The last share of the epochs, in which the learning rate falls linearly to zero, batch by batch."""
     input_noise: float = 0.0
     """The share of the input values that are set to zero at random in training; the others are scaled up to match."""
-    mixup: float = 0.0
-    """a, if training images and their targets are mixed in pairs by a share drawn from Beta(a, a); 0: not mixed."""
     average: float = 0.0
     """What is evaluated and kept is a moving average of the weights that reaches so many epochs back; 0: no average."""
 
@@ -53,7 +67,5 @@ class TrainingSettings:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{name} {value} is not valid: it must be in [0, 1)")
-        for name in ("mixup", "average"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} {value} is not valid: it must be at least 0")
+        if not 0 <= self.average < math.inf:
+            raise ValueError(f"--average {self.average} is not valid: it must be a number of epochs, at least 0")
