@@ -15,6 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from rlsprune.train.observer import Observer
 from rlsprune.train.pruning import RLSPruning
 from rlsprune.train.recipe import Recipe
 from rlsprune.train.run import train_and_prune
-from rlsprune.train.settings import PruningSettings
+from rlsprune.train.settings import OURS
 
 STEPS = 100  # per epoch
 BATCH = 16
@@ -38,19 +39,7 @@ WIDTH = 600
 WARM = 0.2  # the share of the run after which nothing may grow any more
 ALLOWED_MB = 8.0
 
-EVERY_EPOCH = PruningSettings(
-    ratio=0.02,
-    gate="train",
-    criterion="obs",
-    compensate=True,
-    inverse="schur",
-    statistics="exact",
-    patience=3,
-    settle=0.0,
-    tolerance=1e6,
-    target=None,
-    reunite=False,
-)
+EVERY_EPOCH = replace(OURS, ratio=0.02, gate="train", settle=0.0, tolerance=1e6, target=None, reunite=False)
 
 
 class Held(NamedTuple):

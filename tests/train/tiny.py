@@ -16,21 +16,9 @@ from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import mean_squared_error
 from rlsprune.train.pruning import RLSPruning
 from rlsprune.train.recipe import Recipe
-from rlsprune.train.settings import PruningSettings, TrainingSettings
+from rlsprune.train.settings import OURS, TrainingSettings
 
-SETTINGS = PruningSettings(
-    ratio=0.4,
-    gate="train",
-    criterion="rls",
-    compensate=True,
-    inverse="schur",
-    statistics="exact",
-    patience=3,
-    settle=0.0,
-    tolerance=1.0,
-    target=None,
-    reunite=False,
-)
+SETTINGS = replace(OURS, gate="train", criterion="rls", settle=0.0, tolerance=1.0, target=None, reunite=False)
 
 
 def split(count: int, seed: int) -> Split:

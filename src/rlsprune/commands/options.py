@@ -80,7 +80,7 @@ Loss = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help=f"One of {_choices(LOSSES)}: Eq. (15) of the paper, or what is the default for the ResNet and in fit.",
+        help=f"One of {_choices(LOSSES)}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
         autocompletion=_completing(LOSSES),
     ),
 ]
