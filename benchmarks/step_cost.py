@@ -151,7 +151,7 @@ def breakdown(case: Case, steps: int) -> None:
         (layer_step, "all_finite", "is .grad finite?"),
         (functional, "batch_factors", "X P"),
         (functional, "velocity_step_", "velocity: Δᵀ(X P), or ∇W P"),
-        (layer_step, "step_parameter_", "weights"),
+        (layer_step, "step_parameters_", "weights"),
         (functional, "rank_one_downdate_", "P update"),
     ]
     originals = [getattr(module, name) for module, name, _ in patches]

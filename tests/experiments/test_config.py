@@ -133,3 +133,14 @@ def test_a_config_without_all_pruning_settings_is_refused() -> None:
     del values["pruning"]["criterion"]
     with pytest.raises(ValueError, match="criterion"):
         RunConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(("epochs", "patience"), [(10, 3), (39, 3), (40, 4), (200, 20)])
+def test_a_long_run_waits_longer_for_a_network_to_recover(epochs: int, patience: int) -> None:
+    """On MNIST three epochs of 200 were not enough: the loss was still falling when the prune was undone."""
+    ours = make_config("mnist-fnn", epochs=epochs).pruning
+    assert ours is not None
+    assert ours.patience == patience
+    paper = make_config("mnist-fnn", "rls-paper", epochs=epochs).pruning
+    assert paper == PAPER
+    assert make_config("mnist-fnn", "l1-norm", epochs=epochs).pruning is None

@@ -111,7 +111,7 @@ def test_where_the_host_does_not_wait_a_broken_p_harms_no_weight(way: str, monke
 def test_a_report_under_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
     monkeypatch.setattr("rlsprune.optim.faults._Look.arrived", False)
-    bad = [("the loss", torch.tensor(True)), ("the gradient", torch.tensor(False))]
+    bad = [([(0, "the loss"), (1, "the gradient")], torch.tensor([True, False]))]
     watch = FaultWatch("raise")
     gates = watch.gates(bad)
     assert gates is not None

@@ -156,6 +156,7 @@ def make_config(
     if ours is not None and gate is not None:
         ours = replace(ours, gate=gate)
     augmented = chosen.augment if augment is None else augment
+    epochs = values.pop("epochs", chosen.epochs)
     warmup = values.pop("warmup_epochs", chosen.warmup_epochs)
     prune_epoch = values.pop("prune_epoch", warmup + 1)
     return RunConfig(
@@ -167,10 +168,10 @@ def make_config(
             "warmup_epochs": warmup,
             "prune_epoch": None if unpruned else prune_epoch,
             "gate": gate or (ours.gate if ours else "train"),
-            "pruning": ours,
+            "pruning": ours and ours.over(epochs),
             "training": experiment(name).training if method in ("rls", "scratch") else TrainingSettings(),
             "seed": 0,
-            "epochs": chosen.epochs,
+            "epochs": epochs,
             "loss": experiment(name).loss,
             "batch_size": chosen.batch_size,
             "train_images": chosen.train_images,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rlsprune.optim.functional import host_waits
 
-Checks = list[tuple[str, Tensor]]
-"""What is checked, and a 0-dim bool that says whether it is finite."""
+Check = tuple[list[tuple[int, str]], Tensor]
+"""What is checked, each with its place in the network, and a flag for each, on the device: whether it is finite."""
 
 _MOST_UNDER_WAY = 16  # steps that the host may be ahead of an accelerator before it waits
 
@@ -23,7 +24,7 @@ class FaultWatch:
         self.on_fault = on_fault
         self._looks: deque[_Look] = deque()
 
-    def gates(self, checks: Checks) -> dict[torch.device, Tensor | None] | None:
+    def gates(self, checks: Sequence[Check]) -> dict[torch.device, Tensor | None] | None:
         """What lets a step through, for each device: None for an open gate, or a 0-dim bool on the device.
 
         Args:
@@ -35,15 +36,16 @@ class FaultWatch:
         Raises:
             FloatingPointError: A check failed, with ``on_fault="raise"``.
         """
-        gates: dict[torch.device, Tensor | None] = dict.fromkeys(ok.device for _, ok in checks)
+        gates: dict[torch.device, Tensor | None] = dict.fromkeys(flags.device for _, flags in checks)
         waits = [device for device in gates if host_waits(device)]
-        if not waits:
-            return None if self._tell([what for what, ok in checks if not ok]) else gates
+        names = [name for names, _ in checks for name in names]
         for device in gates:
-            flags = torch.stack([ok.to(device, non_blocking=True) for _, ok in checks])
+            flags = torch.cat([flags.to(device, non_blocking=True) for _, flags in checks])
+            if not waits:
+                return None if self._tell(_failed(names, flags)) else gates
             gates[device] = flags.all()
             if device == waits[0]:
-                self._looks.append(_Look([what for what, _ in checks], flags))
+                self._looks.append(_Look(names, flags))
         return gates
 
     def report(self, wait: bool = False) -> None:
@@ -76,7 +78,7 @@ class FaultWatch:
 class _Look:
     """The checks of one step on their way from an accelerator to the host."""
 
-    def __init__(self, names: list[str], flags: Tensor) -> None:
+    def __init__(self, names: list[tuple[int, str]], flags: Tensor) -> None:
         self._names, self._flags = names, flags
         self._event: torch.Event | None = None
         if flags.device.type in ("cuda", "xpu"):
@@ -94,4 +96,12 @@ class _Look:
         """What was not finite."""
         if self._event is not None:
             self._event.synchronize()
-        return [name for name, ok in zip(self._names, self._flags.tolist(), strict=True) if not ok]
+        return _failed(self._names, self._flags)
+
+
+def _failed(names: list[tuple[int, str]], flags: Tensor) -> list[str]:
+    """What was not finite, in the order of the network: the cause comes before what it has spoilt."""
+    if flags.all():
+        return []
+    failed = [name for name, ok in zip(names, flags.tolist(), strict=True) if not ok]
+    return [what for _, what in sorted(failed, key=lambda name: name[0])]

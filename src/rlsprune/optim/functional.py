@@ -1,7 +1,8 @@
 """The mathematics of RLS training, equations (16) to (22), as functions on plain tensors.
 
 Shapes: a layer with ``G`` groups (1 but for grouped convolutions) and ``n`` inputs per group has a mean input ``x`` of
-shape ``(G, n)`` and an inverse autocorrelation ``P`` of shape ``(G, n, n)``. PyTorch stores a weight as (out, in), the
+shape ``(G, n)`` and an inverse autocorrelation ``P`` of shape ``(G, n, n)``. Layers of equal size can be taken for one
+layer with the groups of all of them. PyTorch stores a weight as (out, in), the
 paper as (in, out); ``P`` is symmetric, so the paper's ``P·∇W`` is ``grad @ P`` here. A bias is the weight of an input
 that is always 1 and comes last in ``x`` and ``P``.
 
@@ -24,10 +25,15 @@ def host_waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def initial_inverse(x: Tensor, p0: float) -> Tensor:
+    """``P = p0·I`` for a layer with this mean input."""
+    groups, n = x.shape
+    return torch.eye(n, dtype=x.dtype, device=x.device).mul_(p0).repeat(groups, 1, 1)
+
+
 def gain(P: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``u = P x`` (Eq. 17) and the excitation ``xᵀ u`` of Eq. (18): ``h = λ + k·xᵀu``."""
-    # A plain matrix-vector product is faster than a batch of one.
-    u = (P[0] @ x[0]).unsqueeze(0) if len(P) == 1 else (P @ x.unsqueeze(-1)).squeeze(-1)
+    u = (x.unsqueeze(-2) @ P).squeeze(-2)  # P is symmetric, and P @ x takes ten times as long on a CPU
     return u, (x * u).sum(-1)
 
 
@@ -95,13 +101,15 @@ def velocity_step_(
         bias_velocity.mul_(momentum).add_((left @ bias_column.unsqueeze(-1)).squeeze(-1))
 
 
-def direct_factors(
-    weight_grad: Tensor, bias_grad: Tensor | None, P: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """``P∇`` as ``[∇W ∇b] @ P``: costs out·n² and needs the gradient alone."""
-    if bias_grad is None:
-        return weight_grad, (P, None)
-    return torch.cat([weight_grad, bias_grad.unsqueeze(-1)], dim=-1), (P[..., :-1], P[..., -1])
+def direct_factors(gradient: Tensor, P: Tensor, bias: bool) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    """``P∇`` as ``[∇W ∇b] @ P``: costs out·n² and needs the gradient alone.
+
+    Args:
+        gradient: ``[∇W ∇b]``, or ``∇W`` without a bias, ``(G, out, n)``.
+        P: ``(G, n, n)``.
+        bias: Whether the last of the n inputs is the bias's.
+    """
+    return gradient, ((P[..., :-1], P[..., -1]) if bias else (P, None))
 
 
 def batch_factors(inputs: Tensor, deltas: Tensor, P: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:

@@ -1,25 +1,26 @@
-"""One optimizer step of one preconditioned layer: prepared first, applied once all layers are known to be sound."""
+"""One optimizer step of preconditioned layers: prepared first, applied once all layers are known to be sound."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsprune._tensors import local
+from rlsprune._tensors import is_sharded, local
 from rlsprune.optim import functional
-
-# Entries of `optimizer.state[parameter]`, always checkpointed.
-INVERSE = "inverse"  # of a weight: P as a list of diagonal blocks, each (groups, b, b)
-VELOCITY = "velocity"  # of any parameter: Ψ, of its shape
+from rlsprune.optim.faults import Check
+from rlsprune.optim.plain_step import all_finite, step_parameters_
+from rlsprune.optim.state import INVERSE, VELOCITY, State, joined, pack, velocity_of
 
 # With forgetting < 1, no diagonal entry of P grows past this multiple of p0. An input that is nearly always zero is
 # hardly seen in the mean, so it drifts to the limit, and one active sample is then amplified by it: on MNIST's border
 # pixels 10 diverges and 2 trains.
 WIND_UP_LIMIT = 2.0
+# What a parameter group says about the step of its layer.
+_SETTINGS = ("lr", "momentum", "forgetting", "mean_scale", "weight_decay", "p0")
 # A gradient is taken for Δᵀ X, up to a factor, if it agrees with it within this many roundings of the sum's terms.
 _PROBE_ROUNDINGS = 8
 
@@ -34,20 +35,56 @@ def block_sizes(inputs: int, unit: int, bias: bool, block_size: int | None) -> l
     return sizes
 
 
-def initial_inverse(mean: Tensor, weight: Tensor, p0: float, block_size: int | None) -> list[Tensor]:
+def initial_blocks(mean: Tensor, weight: Tensor, p0: float, block_size: int | None) -> list[Tensor]:
     """``p0·I``, in blocks, for a layer with this mean input ``(groups, n)``."""
     inputs = weight.shape[1:].numel()
     sizes = block_sizes(inputs, weight.shape[2:].numel(), mean.shape[-1] > inputs, block_size)
-    return [p0 * torch.eye(b, dtype=mean.dtype, device=mean.device).expand(len(mean), b, b).contiguous() for b in sizes]
+    return [functional.initial_inverse(part, p0) for part in torch.split(mean, sizes, dim=-1)]
+
+
+@dataclass(frozen=True)
+class ReadyLayer:
+    """A layer whose gradient has arrived."""
+
+    place: int
+    """Of its parameter group among all."""
+    group: dict[str, Any]
+    weight: Tensor
+    bias: Tensor | None
+    mean: Tensor
+    """The mean input, ``(groups, n)``."""
+    batch: tuple[Tensor, Tensor, Tensor] | None
+    """Where ``Δᵀ(X P)`` is the cheaper way: X, Δ, and a probe for :func:`match_gradient`."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The weight, and the bias if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[ReadyLayer]]:
+    """The layers in lists of which each can be stepped as one: the same sizes, kinds of tensors and settings."""
+    lists: dict[Any, list[ReadyLayer]] = {}
+    for layer in layers:
+        kind: Any = id(layer.weight)  # a batch of its own, or rows that other processes have
+        if layer.batch is None and not is_sharded(layer.weight):
+            tensors = [(p.shape, p.dtype, p.device, p.grad is None) for p in layer.parameters]
+            settings = [layer.group[key] for key in _SETTINGS]
+            blocks = [(P.shape, P.dtype) for P in state[layer.weight][INVERSE]]
+            kind = (*tensors, *settings, *blocks)
+        lists.setdefault(kind, []).append(layer)
+    return list(lists.values())
 
 
 @dataclass
 class LayerStep:
-    """What a layer's step needs: gathered by :meth:`prepare`, which changes nothing."""
+    """What the step of a layer needs: gathered by :meth:`prepare`, which changes no value.
 
-    group: dict[str, Any]
-    weight: Tensor
-    bias: Tensor | None
+    Several layers of equal size are stepped as one layer with the groups of all, in as many kernels as one layer takes.
+    Their P lie in memory one after the other, and so do their velocities (:func:`pack`).
+    """
+
+    layers: list[ReadyLayer]
     blocks: list[Tensor]
     """P, one ``(groups, b, b)`` matrix per block."""
     gains: list[Tensor]
@@ -56,26 +93,21 @@ class LayerStep:
     """``xᵀ P x`` per block, one per group."""
     factors: tuple[Tensor, tuple[Tensor, Tensor | None]] | None
     """``Δᵀ`` and ``X P``, where that way is the cheaper one; None for the direct way."""
-    checks: dict[str, Tensor]
-    """What must hold before anything is changed: from what to check to a 0-dim bool on the device."""
+    checks: list[Check]
+    """What must hold before anything is changed."""
 
     @classmethod
-    def prepare(
-        cls,
-        group: dict[str, Any],
-        weight: Tensor,
-        bias: Tensor | None,
-        blocks: list[Tensor],
-        mean: Tensor,
-        batch: tuple[Tensor, Tensor] | None,
-        probe: Tensor | None,
-    ) -> LayerStep:
+    def prepare(cls, layers: list[ReadyLayer], state: State) -> LayerStep:
         """Computes the gains (Eqs. 17, 18), and decides which of the two ways of computing P∇W is taken."""
-        factors = None
-        if batch is not None and probe is not None:
-            batch, finite = match_gradient(weight, bias, *batch, probe)
+        first = layers[0]
+        count = len(state[first.weight][INVERSE])
+        blocks = [pack([(state[layer.weight][INVERSE], number) for layer in layers]) for number in range(count)]
+        mean = joined([layer.mean for layer in layers])
+        batch = factors = None
+        if first.batch is not None:
+            batch, finite = match_gradient(first.weight, first.bias, *first.batch)
         else:
-            finite = all_finite([local(p.grad) for p in (weight, bias) if p is not None and p.grad is not None])
+            finite = all_finite([local(p.grad) for layer in layers for p in layer.parameters if p.grad is not None])
         if batch is not None:
             factors = functional.batch_factors(*batch, blocks[0])
             gains = [functional.mean_product(factors[1])]
@@ -83,66 +115,78 @@ class LayerStep:
         else:
             parts = torch.split(mean, [P.shape[-1] for P in blocks], dim=-1)
             gains, excitations = map(list, zip(*map(functional.gain, blocks, parts), strict=True))
-        h = group["forgetting"] + group["mean_scale"] * torch.stack(excitations)
-        checks = {
-            "the input": mean.abs().amax() < torch.inf,
-            "the gradient": finite,
-            "P (not positive definite)": ((h > 0) & (h < torch.inf)).all(),
-        }
-        return cls(group, weight, bias, blocks, gains, excitations, factors, checks)
+        h = first.group["forgetting"] + first.group["mean_scale"] * torch.stack(excitations, dim=-1)
+        checks = [
+            _check("the input", layers, mean.abs() < torch.inf),
+            _check("the gradient", layers, finite),
+            _check("P (not positive definite)", layers, (h > 0) & (h < torch.inf)),
+        ]
+        return cls(layers, blocks, gains, excitations, factors, checks)
 
-    def apply(self, state: Mapping[Tensor, dict[str, Any]], gate: Tensor | None) -> None:
+    @property
+    def device(self) -> torch.device:
+        """Where the layers are."""
+        return self.blocks[0].device
+
+    def apply(self, state: State, gate: Tensor | None) -> None:
         """Eqs. (21), (22) with P_{t-1}, then Eq. (16).
 
         Args:
             state: The optimizer's state, for the velocities.
             gate: None, or a 0-dim bool on the device: where it is False, everything stays as it was.
         """
-        group = self.group
+        group = self.layers[0].group
         lr = group["lr"]
         h = group["forgetting"] + group["mean_scale"] * sum(self.excitations)
-        parameters = [p for p in (self.weight, self.bias) if p is not None]
+        parameters = list(zip(*(layer.parameters for layer in self.layers), strict=True))
+        for same in parameters:
+            for p in same:
+                velocity_of(state, p, self.blocks[0].dtype)
+        velocities = [local(pack([(state[p], VELOCITY) for p in same])) for same in parameters]
         # What is not finite spoils what it is multiplied with, even by zero: velocities are put back, not spared.
-        before = [] if gate is None else [local(state[p][VELOCITY]).clone() for p in parameters]
-        self._move_velocities(state, group["momentum"], lr / h)
-        for p, old in zip(parameters, before, strict=False):
-            velocity = local(state[p][VELOCITY])
+        before = [] if gate is None else [velocity.clone() for velocity in velocities]
+        self._move(velocities, group["momentum"], lr / h)
+        for velocity, old in zip(velocities, before, strict=False):
             velocity.copy_(torch.where(gate, velocity, old))  # type: ignore[arg-type]  # there is a gate
-        for p in parameters:
-            if p.grad is None:  # frozen: it gathers no speed
-                state[p][VELOCITY].zero_()
+        for same, velocity in zip(parameters, velocities, strict=True):
+            if same[0].grad is None:  # frozen: it gathers no speed
+                velocity.zero_()
             else:
-                step_parameter_(local(p), local(state[p][VELOCITY]), lr * group["weight_decay"], gate)
+                moves = torch.split(velocity, len(velocity) // len(same))
+                step_parameters_([local(p) for p in same], list(moves), lr * group["weight_decay"], gate)
         for P, u, excitation in zip(self.blocks, self.gains, self.excitations, strict=True):
             self._update_inverse(P, u, group["forgetting"] + group["mean_scale"] * excitation, gate)
 
-    def _move_velocities(self, state: Mapping[Tensor, dict[str, Any]], momentum: float, scale: Tensor) -> None:
-        groups, n = len(self.blocks[0]), self.weight.shape[1:].numel()
-        velocity = _rows(local(state[self.weight][VELOCITY]), groups, n)
-        bias_velocity = None if self.bias is None else local(state[self.bias][VELOCITY]).view(groups, -1)
+    def _move(self, velocities: list[Tensor], momentum: float, scale: Tensor) -> None:
+        """Eq. (21) for the velocities of weight and bias."""
+        groups, n = len(self.blocks[0]), self.layers[0].weight.shape[1:].numel()
+        velocity = _rows(velocities[0], groups, n)
+        bias_velocity = velocities[1].view(groups, -1) if len(velocities) > 1 else None
         if self.factors is not None:
             functional.velocity_step_(velocity, bias_velocity, *self.factors, momentum=momentum, scale=scale)
             return
-        dtype = self.blocks[0].dtype
-        weight_grad = _rows(_grad(self.weight).to(dtype), groups, n)
-        bias_grad = None if self.bias is None else _grad(self.bias).to(dtype).reshape(groups, -1)
+        gradient = self._gradient(groups, n)
         start = 0
         for P in self.blocks:
-            end = min(start + P.shape[-1], n)
-            has_bias = P.shape[-1] > end - start
-            left, right = functional.direct_factors(weight_grad[..., start:end], bias_grad if has_bias else None, P)
+            end = start + P.shape[-1]
             functional.velocity_step_(
-                velocity[..., start:end],
-                bias_velocity if has_bias else None,
-                left,
-                right,
+                velocity[..., start : min(end, n)],
+                bias_velocity if end > n else None,
+                *functional.direct_factors(gradient[..., start:end], P, bias=end > n),
                 momentum=momentum,
                 scale=scale,
             )
             start = end
 
+    def _gradient(self, groups: int, n: int) -> Tensor:
+        """``[∇W ∇b]``, ``(groups, out per group, inputs)``."""
+        dtype = self.blocks[0].dtype
+        weights = _rows(joined([_grad(layer.weight).to(dtype) for layer in self.layers]), groups, n)
+        biases = [_grad(layer.bias).to(dtype) for layer in self.layers if layer.bias is not None]
+        return torch.cat([weights, joined(biases).view(groups, -1, 1)], dim=-1) if biases else weights
+
     def _update_inverse(self, P: Tensor, u: Tensor, h: Tensor, gate: Tensor | None) -> None:
-        group = self.group
+        group = self.layers[0].group
         forgetting, limit = group["forgetting"], group["p0"] * WIND_UP_LIMIT
         if gate is None:
             functional.rank_one_downdate_(P, u, h, mean_scale=group["mean_scale"], forgetting=forgetting, limit=limit)
@@ -160,16 +204,6 @@ class LayerStep:
             P.copy_(torch.where(gate, P, before))
 
 
-def step_parameter_(parameter: Tensor, velocity: Tensor, decay: float | Tensor, gate: Tensor | None) -> None:
-    """Eq. (22), ``W ← W + Ψ``, after decoupled weight decay."""
-    if gate is None:
-        if decay:
-            parameter.mul_(1 - decay)
-        parameter.add_(velocity)
-    else:
-        parameter.mul_(torch.where(gate, 1 - decay, 1.0)).add_(torch.where(gate, velocity, 0))
-
-
 def _grad(parameter: Tensor) -> Tensor:
     """The gradient; zero for a frozen parameter of a layer that is otherwise trained."""
     return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
@@ -180,11 +214,10 @@ def _rows(weight: Tensor, groups: int, inputs: int) -> Tensor:
     return weight.reshape(groups, len(weight) // groups, inputs)
 
 
-def all_finite(gradients: list[Tensor]) -> Tensor:
-    """Whether all entries are finite, as a 0-dim bool: one NaN or infinity makes its tensor's sum one."""
-    # In half precision the sum of finite numbers may not be finite.
-    sums = [gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
-    return torch.stack(sums).isfinite().all()
+def _check(what: str, layers: list[ReadyLayer], holds: Tensor) -> Check:
+    """One flag per layer, from as many for each of them."""
+    names = [(layer.place, f"{what} of layer {layer.group['name']!r}") for layer in layers]
+    return names, holds.view(len(layers), -1).all(1)
 
 
 def match_gradient(
@@ -203,7 +236,8 @@ def match_gradient(
         probe: A random vector, one entry per input and a last one for the bias.
 
     Returns:
-        X and the scaled Δ, or None if the gradient is another one; and whether the gradient is finite.
+        X and the scaled Δ, or None if the gradient is another one; and whether it is finite: one flag for all of it, or
+        one for each parameter.
     """
     n = inputs.shape[-1]
     if weight.grad is None or (bias is not None and bias.grad is None):

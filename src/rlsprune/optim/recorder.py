@@ -38,7 +38,8 @@ class Recorder:
 
     def clear(self) -> None:
         """Forgets everything collected."""
-        self._sum: Tensor | None = None
+        self.mean: Tensor | None = None
+        """Mean input over all rows collected, ``(groups, n)``, or None if no gradient arrived."""
         self._rows: float | Tensor = 0
         self._backward_id: int | None = None
         self._batches: list[tuple[Tensor, Tensor]] | None = []
@@ -50,14 +51,9 @@ class Recorder:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
-    def mean(self) -> Tensor | None:
-        """Mean input over all rows collected, ``(groups, n)``, or None if no gradient arrived."""
-        return None if self._sum is None else self._sum / self._rows
-
-    @property
     def empty(self) -> bool:
         """Whether gradients arrived, but only of batches without a single row."""
-        return self._sum is None and self._backward_id is not None
+        return self.mean is None and self._backward_id is not None
 
     def batch(self) -> tuple[Tensor, Tensor] | None:
         """The rows X and the gradients Δ at the layer's output with ``∇W = Δᵀ X``, if they were kept."""
@@ -74,11 +70,11 @@ class Recorder:
 
     def collected(self, weight: Tensor, biased: bool) -> Tensor:
         """All that was collected, as one vector: the sum of the inputs, the number of rows, and 1 if there were any."""
-        if self._sum is None:
+        if self.mean is None:
             inputs = self.groups * (weight.shape[1:].numel() + biased)
             return torch.zeros(inputs + 2, dtype=self.precision(weight), device=weight.device)
-        ends = torch.tensor([self._rows, 1], dtype=self._sum.dtype).to(weight.device, non_blocking=True)
-        return torch.cat([self._sum.to(weight.device).flatten(), ends])
+        ends = torch.tensor([self._rows, 1], dtype=self.mean.dtype).to(weight.device, non_blocking=True)
+        return torch.cat([(self.mean * self._rows).to(weight.device).flatten(), ends])
 
     def replace(self, collected: Tensor, members: int) -> Tensor | None:
         """Takes over what several processes have collected together.
@@ -92,11 +88,11 @@ class Recorder:
         """
         sums, rows, seen = collected[:-2].view(self.groups, -1), collected[-2], collected[-1]
         if not host_waits(collected.device):
-            self._sum, self._rows = (sums, float(rows)) if rows else (None, 0)
+            self.mean, self._rows = (sums / rows, float(rows)) if rows else (None, 0)
             return None
-        if self._sum is None:
+        if self.mean is None:
             return seen == 0
-        self._sum, self._rows = sums, rows
+        self.mean, self._rows = sums / rows, rows
         return seen == members
 
     def observe(self, layer: Layer, inputs: Tensor, output: Tensor) -> None:
@@ -151,8 +147,8 @@ class Recorder:
         self._backward_id = backward_id
         if not rows:
             return
-        self._sum = mean * rows if self._sum is None else self._sum.to(mean.device).add_(mean, alpha=rows)
         self._rows += rows
+        self.mean = mean if self.mean is None else self.mean.to(mean.device).lerp(mean, rows / self._rows)
         if batch is None:
             self._batches = None
         elif self._batches is not None:

@@ -18,17 +18,11 @@ from rlsprune._tensors import forget_compiled_code, full_precision, is_sharded, 
 from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.health import LayerHealth, layer_health
-from rlsprune.optim.layer_step import (
-    INVERSE,
-    VELOCITY,
-    LayerStep,
-    all_finite,
-    block_sizes,
-    initial_inverse,
-    step_parameter_,
-)
+from rlsprune.optim.layer_step import LayerStep, ReadyLayer, block_sizes, equal_layers, initial_blocks
 from rlsprune.optim.layers import Layer, divide
+from rlsprune.optim.plain_step import PlainStep
 from rlsprune.optim.recorder import ForwardHook, Recorder
+from rlsprune.optim.state import INVERSE, VELOCITY
 from rlsprune.optim.team import Team
 
 if TYPE_CHECKING:
@@ -222,45 +216,39 @@ class RLS(Optimizer):
         self._faults.report(wait=True)
 
     def _step(self) -> None:
-        steps: list[LayerStep] = []
-        plain: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+        layers: list[ReadyLayer] = []
+        steps: list[LayerStep | PlainStep] = []
         checks = [] if self._team is None else self._team.share_means(self.param_groups, self._recorders)
-        for group in self.param_groups:
-            if self._team is not None and not self._team.owns(group):
-                continue
+        for place, group in enumerate(self.param_groups):
             trained = [p for p in group["params"] if p.grad is not None]
-            if group["preconditioned"] and self._recorders[group["name"]].empty:
-                continue  # no input, no step
-            prepared = self._prepare(group) if trained and group["preconditioned"] else None
-            if prepared is not None:
-                steps.append(prepared)
-            else:
-                plain += [(group, p, dense_gradient(group.get("name"), p)) for p in trained]
+            if not trained or (self._team is not None and not self._team.owns(group)):
+                continue
+            if not group["preconditioned"]:
+                steps += PlainStep.prepare(place, group, trained, group["lr"])
+            elif not self._recorders[group["name"]].empty:  # no input, no step
+                layer = self._ready(place, group)
+                if layer is not None:
+                    layers.append(layer)
+                else:
+                    steps += PlainStep.prepare(place, group, trained, self._fallback_lr)
+        steps += [LayerStep.prepare(equal, self.state) for equal in equal_layers(layers, self.state)]
 
-        checks += [
-            (f"{what} of layer {step.group['name']!r}", ok) for step in steps for what, ok in step.checks.items()
-        ]
-        checks += [(f"the gradient in group {group.get('name')!r}", all_finite([grad])) for group, _, grad in plain]
+        checks += [check for step in steps for check in step.checks]
         if self._team is not None:
             checks = self._team.share_checks(checks, self.param_groups[0]["params"][0].device)
         gates = self._faults.gates(checks)
         if gates is None:
             return
         for step in steps:
-            for p in step.group["params"]:
-                self._velocity(p, step.blocks[0].dtype)
-            step.apply(self.state, gates[step.weight.device])
-        for group, p, grad in plain:
-            self._plain_step(group, p, grad, gates[p.device])
+            step.apply(self.state, gates[step.device])
         if self._team is not None:
             self._team.publish(self.param_groups)
 
-    def _prepare(self, group: dict[str, Any]) -> LayerStep | None:
-        """The layer's step, or None if its forward was never seen (it then takes a momentum SGD step)."""
+    def _ready(self, place: int, group: dict[str, Any]) -> ReadyLayer | None:
+        """What the layer's step starts from, or None if its forward was never seen."""
         name, recorder = group["name"], self._recorders[group["name"]]
         weight, bias = group["params"][0], group["params"][1] if len(group["params"]) > 1 else None
-        mean = recorder.mean
-        if mean is None:
+        if recorder.mean is None:
             if name not in self._unseen:
                 self._unseen.add(name)
                 warnings.warn(
@@ -269,31 +257,16 @@ class RLS(Optimizer):
                     stacklevel=4,
                 )
             return None
-        mean = mean.to(weight.device)
+        mean = recorder.mean.to(weight.device)
         state = self.state[weight]
         blocks = state.get(INVERSE)
         if blocks is None:
-            blocks = state[INVERSE] = initial_inverse(mean, weight, group["p0"], self._block_size)
+            blocks = state[INVERSE] = initial_blocks(mean, weight, group["p0"], self._block_size)
         elif blocks[0].device != mean.device or blocks[0].dtype != mean.dtype:  # the model was moved
             blocks = state[INVERSE] = [P.to(mean) for P in blocks]
         batch = recorder.batch() if len(blocks) == 1 else None
-        probe = None if batch is None else self._probe(name, mean.shape[-1], batch[0])
-        return LayerStep.prepare(group, weight, bias, blocks, mean, batch, probe)
-
-    def _plain_step(self, group: dict[str, Any], p: Tensor, grad: Tensor, gate: Tensor | None) -> None:
-        lr = self._fallback_lr if group["preconditioned"] else group["lr"]
-        velocity, momentum = local(self._velocity(p, p.dtype)), group["momentum"]
-        if gate is not None:
-            grad, momentum = torch.where(gate, grad, 0), torch.where(gate, momentum, 1.0)
-        velocity.mul_(momentum).add_(grad, alpha=-lr)
-        step_parameter_(local(p), velocity, lr * group["weight_decay"], gate)
-
-    def _velocity(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        velocity: Tensor | None = self.state[p].get(VELOCITY)
-        if velocity is None:
-            velocity = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
-        self.state[p][VELOCITY] = velocity = velocity.to(device=p.device, dtype=dtype).contiguous()
-        return velocity
+        probed = None if batch is None else (*batch, self._probe(name, mean.shape[-1], batch[0]))
+        return ReadyLayer(place, group, weight, bias, mean, probed)
 
     def _probe(self, name: str, size: int, like: Tensor) -> Tensor:
         probe = self._probes.get(name)
@@ -476,11 +449,3 @@ class RLS(Optimizer):
         for handle in self._handles or ():
             handle.remove()
         self._handles = None
-
-
-def dense_gradient(name: str | None, parameter: Tensor) -> Tensor:
-    """The parameter's gradient, refused if it is sparse."""
-    grad = parameter.grad
-    if grad is None or grad.is_sparse:
-        raise ValueError(f"group {name!r} has a sparse gradient: create the embedding with sparse=False")
-    return local(grad)

@@ -179,8 +179,7 @@ class _MeanInverse:
     def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
         x, _ = mean_input(layer, inputs, torch.promote_types(layer.weight.dtype, torch.float32))
         if self._P is None or self._P.shape[:2] != x.shape:
-            n = x.shape[1]
-            self._P = self._p0 * torch.eye(n, dtype=x.dtype, device=x.device).expand(len(x), n, n).contiguous()
+            self._P = functional.initial_inverse(x, self._p0)
         u, excitation = functional.gain(self._P, x)
         h = 1 + self._mean_scale * excitation
         functional.rank_one_downdate_(self._P, u, h, mean_scale=self._mean_scale, forgetting=1.0, limit=1.0)

@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlsprune._tensors import is_sharded
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.distributed.shards import balance, gather_states
+from rlsprune.optim.faults import Check
 from rlsprune.optim.recorder import Recorder
 
-__all__ = ["Check", "Team", "step_cost"]
-
-Check = tuple[str, Tensor]
-"""What is checked, and a 0-dim bool on the device that says whether it holds."""
+__all__ = ["Team", "step_cost"]
 
 # So many multiplications of a large product take as long as the update of one entry of P, which goes through memory:
 # about the ratio of the two speeds that `rlsprune plan` measures. Only the balance over the ranks depends on it.
@@ -92,15 +89,18 @@ class Team:
                 name = layers[i]["name"]
                 check = recorders[name].replace(part, self.ranks.size)
                 if check is not None:
-                    checks.append((f"the mean input of layer {name!r}, which only some ranks have called", check))
+                    what = f"the mean input of layer {name!r}, which only some ranks have called"
+                    checks.append(([(i, what)], check.view(1)))
         return checks
 
     def share_checks(self, checks: list[Check], device: torch.device) -> list[Check]:
         """Adds whether all is well on the other ranks, where those look at other numbers than this one."""
         if not (self.sharded or self.fsdp):
             return checks
-        here = torch.stack([ok.to(device, non_blocking=True) for _, ok in checks or [("", torch.tensor(True))]]).all()
-        return [*checks, ("something on another rank, whose own message says what", self.ranks.all_true(here))]
+        flags = [torch.ones(1, dtype=torch.bool), *(flags for _, flags in checks)]
+        here = torch.cat([flag.to(device, non_blocking=True) for flag in flags]).all()
+        everywhere = self.ranks.all_true(here).view(1)
+        return [*checks, ([(len(checks), "something on another rank, whose own message says what")], everywhere)]
 
     def publish(self, groups: Sequence[dict[str, Any]]) -> None:
         """Sends every layer's parameters from its owner to all others."""

@@ -151,7 +151,7 @@ def make_fit_config(
             "augment": None,
             "device": "cpu",
             "threads": 1,
-            "pruning": replace(OURS, ratio=ratio, target=target),
+            "pruning": replace(OURS, ratio=ratio, target=target).over(epochs),
             "training": TrainingSettings(lr_decay=OURS.settle, average=average),
             **{name: value for name, value in given.items() if value is not None},
         }

@@ -10,9 +10,9 @@ from rlsprune._tensors import complement, memory_format
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
 from rlsprune.optim.inverse import DenseInverse, Inverse
-from rlsprune.optim.layer_step import INVERSE
 from rlsprune.optim.layers import is_layer
 from rlsprune.optim.rows import input_rows, split_matrix, weight_matrix
+from rlsprune.optim.state import INVERSE
 from rlsprune.prune.criteria import InverseOf
 from rlsprune.prune.surgery import replace_data
 

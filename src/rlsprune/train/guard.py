@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlsprune.optim.functional import host_waits
-from rlsprune.optim.layer_step import all_finite
+from rlsprune.optim.plain_step import all_finite
 from rlsprune.optim.rls import RLS
 
 __all__ = ["MAX_ROLLBACKS", "FaultError", "Guard", "rollbacks"]
@@ -151,9 +151,13 @@ class Guard:
 
     def _check_gradients(self) -> None:
         gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
-        if not gradients or not self._looks(next(iter(gradients.values()))) or bool(all_finite([*gradients.values()])):
+        if (
+            not gradients
+            or not self._looks(next(iter(gradients.values())))
+            or bool(all_finite([*gradients.values()]).all())
+        ):
             return
-        broken = next(name for name, gradient in gradients.items() if not bool(all_finite([gradient])))
+        broken = next(name for name, gradient in gradients.items() if not bool(all_finite([gradient]).all()))
         raise FloatingPointError(f"the gradient of {broken!r} is not finite")
 
     def _fault(self, what: str, remedy: str = "look at the data, or lower the learning rate") -> bool:

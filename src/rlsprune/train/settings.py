@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["ON_FAULT", "OURS", "PruningSettings", "TrainingSettings"]
 
@@ -33,6 +33,10 @@ class PruningSettings:
     """The share of the parameters at which pruning ends; None for no end but the gate's."""
     reunite: bool
     """Whether the images held out for the gate are trained on once pruning has ended."""
+
+    def over(self, epochs: int) -> PruningSettings:
+        """For a run of so many epochs: a long one can wait longer for a network to recover, a tenth of its epochs."""
+        return self if self.patience is None else replace(self, patience=max(self.patience, epochs // 10))
 
 
 OURS = PruningSettings(

@@ -1,0 +1,179 @@
+"""Layers of equal size are stepped together, in as many kernels as one of them takes, to the same numbers as alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rlsprune
+from rlsprune.optim import rls
+from rlsprune.optim.faults import FaultWatch
+from rlsprune.optim.layer_step import LayerStep, ReadyLayer
+from rlsprune.optim.state import State
+
+
+class Repeated(nn.Module):
+    """A first layer, ``depth`` equal blocks of a convolution, a grouped one and a norm, and a last layer."""
+
+    def __init__(self, depth: int, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3)
+        blocks = [
+            (nn.Conv2d(8, 8, 3, padding=1, bias=bias), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.BatchNorm2d(8))
+            for _ in range(depth)
+        ]
+        self.body = nn.Sequential(*(layer for block in blocks for layer in (*block, nn.ReLU())))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        result: Tensor = self.last(self.body(self.first(images)).mean((2, 3)))
+        return result
+
+
+def steps(model: nn.Module, optimizer: rlsprune.RLS, count: int, device: str = "cpu") -> None:
+    generator = torch.Generator().manual_seed(1)
+    dtype = next(model.parameters()).dtype
+    for _ in range(count):
+        images = torch.rand(4, 3, 8, 8, generator=generator).to(device, dtype)
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+
+
+def alone(layers: list[ReadyLayer], state: State) -> list[list[ReadyLayer]]:
+    return [[layer] for layer in layers]
+
+
+@pytest.mark.parametrize("poses", [False, True], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"forgetting": 0.97, "weight_decay": 0.01}, {"block_size": 20}, {"frozen": "weight"}, {"frozen": "bias"}],
+    ids=str,
+)
+def test_together_as_alone(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], poses: bool) -> None:
+    frozen = {**options}.pop("frozen", None)
+    if poses:
+        monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
+    results = []
+    for way in ("together", "alone"):
+        model = Repeated(3).double()
+        for parameter in model.body.parameters():
+            parameter.requires_grad_(frozen is None or getattr(model.body[4], frozen) is not parameter)
+        optimizer = rlsprune.RLS(model, lr=0.2, **{key: options[key] for key in options if key != "frozen"})
+        with monkeypatch.context() as patch:
+            if way == "alone":
+                patch.setattr(rls, "equal_layers", alone)
+            steps(model, optimizer, 5)
+        results.append((model.state_dict(), optimizer.state_dict()["state"]))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
+def test_a_layer_with_its_own_settings_has_its_own_step() -> None:
+    """η of one layer moves that layer alone."""
+    model, other = Repeated(3).double(), Repeated(3).double()
+    optimizers = [rlsprune.RLS(network, lr=0.2) for network in (model, other)]
+    slow = next(group for group in optimizers[1].param_groups if group["name"] == "body.4")
+    slow["lr"] = 0.1
+    for network, optimizer in zip((model, other), optimizers, strict=True):
+        steps(network, optimizer, 1)
+    start = Repeated(3).double()
+    for index in (0, 4, 8):
+        moved = [network.body[index].weight - start.body[index].weight for network in (model, other)]
+        torch.testing.assert_close(moved[1], moved[0] * (0.5 if index == 4 else 1.0), rtol=1e-6, atol=1e-12)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that compute: not those that only look at memory in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_deeper_network_takes_no_more_kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(FaultWatch, "report", lambda self: None)
+    counts = []
+    for depth in (2, 7):
+        model = Repeated(depth).to(device)
+        optimizer = rlsprune.RLS(model, weight_decay=0.01)
+        steps(model, optimizer, 1, device)
+        model(torch.rand(4, 3, 8, 8, device=device)).square().mean().backward()
+        with Kernels() as kernels:
+            optimizer.step()
+        counts.append(kernels.count)
+    assert counts[0] == counts[1]
+
+
+def test_what_lies_together_is_let_go_when_its_neighbours_are() -> None:
+    model = Repeated(3, bias=False)
+    optimizer = rlsprune.RLS(model, lr=0.2)
+    steps(model, optimizer, 1)
+    state = optimizer.state[model.body[0].weight]
+    assert state["inverse"][0].untyped_storage().nbytes() == 3 * state["inverse"][0].nbytes
+    for index in (4, 8):
+        model.body[index].requires_grad_(False)
+    steps(model, optimizer, 1)
+    assert state["inverse"][0].untyped_storage().nbytes() == state["inverse"][0].nbytes
+    assert state["velocity"].untyped_storage().nbytes() == state["velocity"].nbytes
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "state_dict"])
+def test_copies_do_not_share_what_lies_together(way: str) -> None:
+    model = Repeated(3)
+    optimizer = rlsprune.RLS(model, lr=0.2)
+    steps(model, optimizer, 2)
+    if way == "deepcopy":
+        twin, its_optimizer = copy.deepcopy((model, optimizer))
+    else:
+        twin = Repeated(3)
+        twin.load_state_dict(model.state_dict())
+        its_optimizer = rlsprune.RLS(twin, lr=0.2)
+        its_optimizer.load_state_dict(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    steps(twin, its_optimizer, 2)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+    steps(model, optimizer, 2)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+def test_the_fault_named_is_the_first_in_the_network() -> None:
+    """Though the layers after it are looked at together with those before."""
+    model = Repeated(3)
+    optimizer = rlsprune.RLS(model, lr=0.2)
+    steps(model, optimizer, 1)
+    model.body[1].register_forward_hook(lambda layer, args, output: output * float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite: the gradient of layer 'first'"):
+        steps(model, optimizer, 1)
+    spoilt = Repeated(3)
+    optimizer = rlsprune.RLS(spoilt, lr=0.2)
+    steps(spoilt, optimizer, 1)
+    optimizer.state[spoilt.body[4].weight]["inverse"][0].mul_(-1e6)
+    with pytest.raises(FloatingPointError, match=r"P \(not positive definite\) of layer 'body\.4'\. Weights"):
+        steps(spoilt, optimizer, 1)
+
+
+def test_prepared_steps_are_of_equal_layers() -> None:
+    seen: list[int] = []
+    prepare = LayerStep.prepare
+
+    def watched(layers: list[ReadyLayer], state: State) -> LayerStep:
+        seen.append(len(layers))
+        return prepare(layers, state)
+
+    model = Repeated(4)
+    optimizer = rlsprune.RLS(model, lr=0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerStep, "prepare", watched)
+        steps(model, optimizer, 1)
+    assert sorted(seen) == [1, 1, 4, 4]
