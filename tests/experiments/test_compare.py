@@ -1,4 +1,8 @@
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +88,22 @@ def test_sweep_draws_its_runs(tmp_path: Path) -> None:
     command = ["sweep", "digits-fnn", "--method", "rls-paper", "--ratios", "0.3", *OPTIONS, "--out", str(tmp_path)]
     assert main([*command, "--quiet"]) == 0
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sigterm_ends_the_runs_before_it_ends_their_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlsprune", "sweep", "digits-fnn", "--ratios", "0.3", "--epochs", "1000"]
+    parent = subprocess.Popen([*command, "--threads", "1", "--quiet", "--out", str(tmp_path)])
+    child = tmp_path / "rls-30-seed0"
+    try:
+        while not (child / "metrics.jsonl").is_file():  # it trains
+            assert parent.poll() is None
+            time.sleep(0.05)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(60) == 128 + signal.SIGTERM
+        with RunFolder(child).locked():  # nobody else holds it
+            pass
+    finally:
+        parent.kill()
 
 
 def test_table_columns_line_up() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,7 +63,7 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
         else:
             waiting.append(run)
     runner = runner or _Processes()
-    with ThreadPoolExecutor(jobs) as pool:
+    with _ended_by_sigterm(), ThreadPoolExecutor(jobs) as pool:
         active: dict[Future[None], PlannedRun] = {}
         try:
             while waiting or active:
@@ -93,6 +95,19 @@ def check_settings(path: Path, config: RunConfig) -> None:
             f"{path} holds a run with other settings (asked for: {', '.join(differences)}): "
             "give another --out, or delete that folder"
         )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within it, SIGTERM (of a batch system, say) ends this process as Ctrl-C does: it ends its runs before it goes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Processes:
