@@ -30,6 +30,9 @@ class Branching(nn.Sequential):
 def branching():
     return Branching(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
 
+def rigid():
+    return nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 3))
+
 def wide():
     return nn.Linear(12, 7)
 

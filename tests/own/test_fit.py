@@ -214,6 +214,14 @@ def test_models_that_do_not_fit(
     assert not (tmp_path / "run").exists()
 
 
+def test_network_that_cannot_be_pruned_leaves_no_run_behind(
+    networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", str(npz), "--out", str(tmp_path / "run"), *QUICK]
+    fails(capsys, [f"{networks}:rigid", *options], 2, "the model has nothing to prune")
+    assert main(["fit", f"{networks}:mlp", *options]) == 0, "the folder is free for the next attempt"
+
+
 def test_module_that_misses_a_module_says_which(tmp_path: Path, npz: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
     fails(capsys, [f"{tmp_path}/broken.py:f", "--data", str(npz)], 1, "a_module_that_is_not_there")

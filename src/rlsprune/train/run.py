@@ -61,9 +61,9 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
     torch.set_num_threads(recipe.threads)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+    current = Run(recipe, folder)  # a network that cannot be pruned leaves no run behind
     folder.write_json("config", recipe.config)
     folder.write_json("environment", describe_environment())
-    current = Run(recipe, folder)
     try:
         observer.start(recipe.config, current.done, recipe.epochs, len(current.batches))
         observer.network(current.result, current.layers(), current.record.metrics)
