@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 import torch
 
-from rlsprune.distributed.ranks import Ranks
+from rlsprune.distributed.ranks import DisagreementError, Ranks
 from rlsprune.train.share import Share
 
 
@@ -19,3 +19,37 @@ def test_no_rank_gets_a_batch_of_one_and_the_weights_make_the_mean(size: int, im
     assert all(len(part) == len(labels) >= 2 for part, labels, _ in parts)
     means = [weight * part.mean(0) for part, _, weight in parts]
     torch.testing.assert_close(torch.stack(means).mean(0), inputs.mean(0))
+
+
+class Memory:
+    """Stands for the other ranks: what was said under a name the first time is what they have."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, object] = {}
+
+    def agree(self, what: str, value: object) -> None:
+        if self.said.setdefault(what, value) != value:
+            raise DisagreementError(what)
+
+
+@pytest.mark.parametrize("spoilt", ["nothing", "the network", "the average of the network", "velocity"])
+def test_ranks_that_differ_in_anything_they_keep_stop(spoilt: str) -> None:
+    torch.manual_seed(0)
+    model, average = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    share = Share(cast(Ranks, Memory()))
+    share.verify(model, average, optimizer)
+    changed = {
+        "the network": model.weight,
+        "the average of the network": average.bias,
+        "velocity": optimizer.state[model.weight]["momentum_buffer"],
+    }.get(spoilt)
+    if changed is None:
+        share.verify(model, average, optimizer)
+        return
+    with torch.no_grad():
+        changed[0].add_(1)
+    with pytest.raises(DisagreementError, match=spoilt if "network" in spoilt else "the network"):
+        share.verify(model, average, optimizer)

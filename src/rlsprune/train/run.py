@@ -187,7 +187,7 @@ class Run:
         )
         self.done = epoch
         self.share.changed(self.network)
-        self.share.verify(self.model, self.optimizer)
+        self.share.verify(self.model, self.result, self.optimizer)
         self.folder.save_checkpoint(epoch, self.model, self._state())
         self._write_lines()
         observer.epoch(self.record.metrics[-1], counts)

@@ -78,8 +78,11 @@ class Share:
         if self.ranks is not None:
             self.ranks.spread([list(model.buffers())])
 
-    def verify(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Stops all ranks if their networks or optimizers have come to differ."""
-        if self.ranks is not None:
-            sharded = getattr(optimizer, "sharded", False)
-            self.ranks.agree("the network", fingerprint(model, optimizer, state=not sharded))
+    def verify(self, model: nn.Module, result: nn.Module, optimizer: Optimizer) -> None:
+        """Stops all ranks if their networks, what is kept of them, or their optimizers have come to differ."""
+        if self.ranks is None:
+            return
+        sharded = getattr(optimizer, "sharded", False)
+        self.ranks.agree("the network", fingerprint(model, optimizer, state=not sharded))
+        if result is not model:
+            self.ranks.agree("the average of the network", fingerprint(result, None))
