@@ -280,8 +280,8 @@ class RLS(Optimizer):
     def inverse(self, name: str) -> Tensor:
         """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution.
 
-        A copy if the layer's P is kept in blocks or by another rank, else the matrix itself. With ``shard=True`` all
-        ranks have to call this together.
+        A copy if the layer's P is kept in blocks or by another rank, else, until the next step, the matrix itself. With
+        ``shard=True`` all ranks have to call this together.
         """
         blocks = self.blocks(self._group(name)["params"][0])
         if blocks is None:
