@@ -30,7 +30,7 @@ def test_paper_preset_is_the_paper_s() -> None:
 
 
 def test_training_settings_outside_their_range_are_named() -> None:
-    with pytest.raises(ValueError, match=r"input_noise 1\.0"):
+    with pytest.raises(ValueError, match=r"input_noise=1\.0"):
         TrainingSettings(input_noise=1.0)
 
 
@@ -133,6 +133,17 @@ def test_a_config_without_all_pruning_settings_is_refused() -> None:
     del values["pruning"]["criterion"]
     with pytest.raises(ValueError, match="criterion"):
         RunConfig.from_dict(values)
+
+
+def test_tolerance_is_ours_unless_another_is_asked_for(tmp_path: Path) -> None:
+    runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path, tolerance=0.2)}
+    assert runs["rls"].pruning is not None
+    assert runs["rls"].pruning.tolerance == 0.2
+    assert runs["rls-paper"].pruning == PAPER
+    with pytest.raises(ValueError, match=r"--tolerance -0\.1 is not valid: it must be a number, at least 0"):
+        make_config("mnist-fnn", tolerance=-0.1)
+    with pytest.raises(ValueError, match="--tolerance is for rls: l1-norm"):
+        make_config("mnist-fnn", "l1-norm", tolerance=0.1)
 
 
 @pytest.mark.parametrize(("epochs", "patience"), [(10, 3), (39, 3), (40, 4), (200, 20)])

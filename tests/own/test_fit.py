@@ -23,6 +23,7 @@ from rlsprune.own.config import FitConfig, make_fit_config
 from rlsprune.own.model import load_weights
 from rlsprune.own.run import load_own_data, make_own_recipe
 from rlsprune.train.folder import RunFolder
+from rlsprune.train.settings import OURS
 
 QUICK = ["--epochs", "4", "--warmup-epochs", "0", "--threads", "1", "--quiet"]
 
@@ -179,6 +180,11 @@ def test_network_without_batch_norm_is_trained_faster(networks: Path, npz: Path)
     assert recipe.build_optimizer(mlp()).param_groups[0]["lr"] == 0.3
 
 
+def test_tolerance_is_that_of_the_experiments_unless_another_is_given(npz: Path) -> None:
+    assert make_fit_config("m:f", npz).pruning.tolerance == OURS.tolerance
+    assert make_fit_config("m:f", npz, tolerance=0.3).pruning.tolerance == 0.3
+
+
 def test_config_comes_back_from_json(npz: Path) -> None:
     config = make_fit_config("nets:mlp", npz, weights="w.pt", optimizer="adamw", image_size=32)
     assert FitConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -326,6 +332,7 @@ def test_faults_and_determinism_are_the_recipes(npz: Path, networks: Path) -> No
         ([], "give a model and --data"),
         (["--resume", "x", "--epochs", "3"], "leave out epochs"),
         (["m:f", "--data", "d.npz", "--target", "1.5"], "--target 1.5"),
+        (["m:f", "--data", "d.npz", "--tolerance", "nan"], "--tolerance nan"),
         (["m:f", "--data", "d.npz", "--ratio", "0"], "--ratio 0"),
         (["m:f", "--data", "d.npz", "--optimizer", "lion"], "--optimizer lion"),
         (["m:f", "--data", "d.npz", "--channels", "2"], "--channels 2"),

@@ -57,6 +57,7 @@ def fit(
     ratio: Annotated[
         float, typer.Option("--ratio", help="ξ: the share of a layer that may go at an event.")
     ] = OURS.ratio,
+    tolerance: options.Tolerance = None,
     epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
     warmup_epochs: Annotated[
         int | None,
@@ -107,6 +108,7 @@ def fit(
         lr=lr,
         ratio=ratio,
         target=target,
+        tolerance=tolerance,
         epochs=epochs,
         warmup_epochs=warmup_epochs,
         gate=gate,

@@ -13,7 +13,7 @@ import typer
 
 from rlsprune.experiments.config import GATES, LOSSES
 from rlsprune.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
-from rlsprune.train.settings import ON_FAULT
+from rlsprune.train.settings import ON_FAULT, OURS
 
 
 def _choices(names: tuple[str, ...]) -> str:
@@ -59,6 +59,13 @@ Ratio = Annotated[
 Target = Annotated[
     float | None,
     typer.Option("--target", help="The share of the parameters at which rls stops. Default: the experiment's."),
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        help=f"How far above the loss at the last prune is recovered, as a share of it. Default: {OURS.tolerance}.",
+    ),
 ]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
@@ -131,6 +138,7 @@ def _training(
     epochs: Epochs = None,
     warmup_epochs: Warmup = None,
     target: Target = None,
+    tolerance: Tolerance = None,
     gate: Gate = None,
     loss: Loss = None,
     batch_size: BatchSize = None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experiment
 from rlsprune.train.plain import from_plain
-from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings
+from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings, check_option
 
 __all__ = ["PAPER", "RunConfig", "make_config"]
 
@@ -77,10 +77,10 @@ class RunConfig:
         if self.augment is not None:
             _among("augment", self.augment, AUGMENTS)
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
-            _at_least(name, getattr(self, name), least)
+            check_option(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
         for name in ("prune_epoch", "train_images", "test_images"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                check_option(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -114,6 +114,7 @@ def make_config(
     preset: str = "short",
     ratio: float | None = None,
     target: float | None = None,
+    tolerance: float | None = None,
     gate: str | None = None,
     augment: bool | None = None,
     unpruned: bool = False,
@@ -128,6 +129,7 @@ def make_config(
         preset: "short" or "paper".
         ratio: ξ of our methods.
         target: The share of the parameters at which `rls` stops pruning; None for the experiment's.
+        tolerance: How far above the loss at the last prune, as a share of it, the gate of `rls` still opens.
         gate: None for the method's own.
         augment: None for the preset's.
         unpruned: The method's unpruned twin.
@@ -144,15 +146,13 @@ def make_config(
     if ratio is not None:
         if ours is None:
             raise ValueError(f"--ratio is for rls and rls-paper: the ratios of {method} are those of the paper")
-        if not 0 < ratio < 1:
-            raise ValueError(f"--ratio {ratio} is not valid: it must be in (0, 1)")
         ours = replace(ours, ratio=ratio)
-    if target is not None:
+    own: dict[str, Any] = {"target": target, "tolerance": tolerance}
+    own = {option: value for option, value in own.items() if value is not None}
+    if own:
         if ours is None or method != "rls":
-            raise ValueError(f"--target is for rls: {method} prunes as its paper says")
-        if not 0 < target < 1:
-            raise ValueError(f"--target {target} is not valid: it must be in (0, 1)")
-        ours = replace(ours, target=target)
+            raise ValueError(f"--{next(iter(own))} is for rls: {method} prunes as its paper says")
+        ours = replace(ours, **own)
     if ours is not None and gate is not None:
         ours = replace(ours, gate=gate)
     augmented = chosen.augment if augment is None else augment
@@ -198,8 +198,3 @@ def _among(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         option = name.replace("_", "-")
         raise ValueError(f"--{option} {value} is not valid: choose one of {', '.join(choices)}")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"--{name.replace('_', '-')} {value} is not valid: it must be at least {least}")

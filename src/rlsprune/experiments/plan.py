@@ -51,10 +51,11 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         methods: Some of `COMPARED`.
         seeds: One run each.
         out: The folder that holds the runs' folders.
-        **options: As `make_config` takes them; a ratio is for our methods alone, a target for `rls`.
+        **options: As `make_config` takes them; a ratio is for our methods alone, target and tolerance for `rls`.
     """
     methods = list(dict.fromkeys(methods))
-    ratio, target = options.pop("ratio", None), options.pop("target", None)
+    ratio = options.pop("ratio", None)
+    for_rls = {name: options.pop(name, None) for name in ("target", "tolerance")}
     if "scratch" in methods and "rls" not in methods:
         methods.insert(0, "rls")  # whose shape it takes
     twins = list(dict.fromkeys(map(twin_of, methods)))
@@ -63,7 +64,7 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         for label in [*twins, *methods]:
             settings = TWINS.get(label, {"method": label})
             own: dict[str, Any] = {
-                "rls": {"ratio": ratio, "target": target},
+                "rls": {"ratio": ratio, **for_rls},
                 "rls-paper": {"ratio": ratio},
                 "rls-unpruned": {"training": experiment(name).training},
             }.get(label, {})

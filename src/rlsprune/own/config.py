@@ -10,7 +10,7 @@ from typing import Any
 from rlsprune.experiments.config import AUGMENTS, GATES, LOSSES
 from rlsprune.experiments.registry import OPTIMIZERS
 from rlsprune.train.plain import from_plain
-from rlsprune.train.settings import ON_FAULT, OURS, PruningSettings, TrainingSettings
+from rlsprune.train.settings import ON_FAULT, OURS, PruningSettings, TrainingSettings, check_option
 
 __all__ = ["FitConfig", "make_fit_config"]
 
@@ -65,16 +65,13 @@ class FitConfig:
             ("method", METHODS),
             ("on_fault", ON_FAULT),
         ):
-            _check(name, getattr(self, name), getattr(self, name) in choices, f"one of {', '.join(choices)}")
-        _check("augment", self.augment, self.augment in (None, *AUGMENTS), f"one of {', '.join(AUGMENTS)}")
-        _check("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")
-        _check("lr", self.lr, self.lr is None or self.lr > 0, "above 0")
+            check_option(name, getattr(self, name), getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        check_option("augment", self.augment, self.augment in (None, *AUGMENTS), f"one of {', '.join(AUGMENTS)}")
+        check_option("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")
+        check_option("lr", self.lr, self.lr is None or self.lr > 0, "above 0")
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
-            _check(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
-        _check("image_size", self.image_size, self.image_size is None or self.image_size >= 1, "at least 1")
-        _check("ratio", self.pruning.ratio, 0 < self.pruning.ratio < 1, "in (0, 1)")
-        target = self.pruning.target
-        _check("target", target, target is None or 0 < target < 1, "in (0, 1)")
+            check_option(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
+        check_option("image_size", self.image_size, self.image_size is None or self.image_size >= 1, "at least 1")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -102,6 +99,7 @@ def make_fit_config(
     lr: float | None = None,
     ratio: float = OURS.ratio,
     target: float | None = OURS.target,
+    tolerance: float | None = None,
     epochs: int = 20,
     warmup_epochs: int | None = None,
     average: float = 1.0,
@@ -117,6 +115,8 @@ def make_fit_config(
         lr: None for what suits the optimizer and the network, lower with `weights`.
         ratio: ξ, the share of a layer that may go at an event.
         target: The share of the parameters at which pruning ends.
+        tolerance: How far above the loss at the last prune, as a share of it, counts as recovered; None for
+            what the experiments use.
         epochs: In all.
         warmup_epochs: Epochs before the first prune; None for a tenth of all, or one with `weights`.
         average: See `TrainingSettings`.
@@ -125,9 +125,12 @@ def make_fit_config(
     Raises:
         ValueError: A value that there is not.
     """
-    _check("optimizer", optimizer, optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
+    check_option("optimizer", optimizer, optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
     file, colon, function = model.rpartition(":")
     absolute = f"{Path(file).absolute()}{colon}{function}" if file.endswith(".py") else model
+    pruning = replace(OURS, ratio=ratio, target=target)
+    if tolerance is not None:
+        pruning = replace(pruning, tolerance=tolerance)
     if warmup_epochs is None:
         warmup_epochs = max(1, epochs // 10) if weights is None else 1
     return FitConfig(
@@ -151,13 +154,8 @@ def make_fit_config(
             "augment": None,
             "device": "cpu",
             "threads": 1,
-            "pruning": replace(OURS, ratio=ratio, target=target).over(epochs),
+            "pruning": pruning.over(epochs),
             "training": TrainingSettings(lr_decay=OURS.settle, average=average),
             **{name: value for name, value in given.items() if value is not None},
         }
     )
-
-
-def _check(name: str, value: object, valid: bool, expected: str) -> None:
-    if not valid:
-        raise ValueError(f"--{name.replace('_', '-')} {value} is not valid: it must be {expected}")

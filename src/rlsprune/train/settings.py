@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-__all__ = ["ON_FAULT", "OURS", "PruningSettings", "TrainingSettings"]
+from rlsprune._arguments import check_argument
+
+__all__ = ["ON_FAULT", "OURS", "PruningSettings", "TrainingSettings", "check_option"]
 
 ON_FAULT = ("raise", "skip", "rollback")
 """What a run does about a NaN, an infinity or a loss that diverges: it stops, leaves the batch out, or goes back to its
 last checkpoint with half the step."""
+
+
+def check_option(name: str, value: object, valid: bool, expected: str) -> None:
+    """Raises ValueError, in the words of the command line, unless a setting is valid."""
+    if not valid:
+        raise ValueError(f"--{name.replace('_', '-')} {value} is not valid: it must be {expected}")
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,11 @@ class PruningSettings:
     """The share of the parameters at which pruning ends; None for no end but the gate's."""
     reunite: bool
     """Whether the images held out for the gate are trained on once pruning has ended."""
+
+    def __post_init__(self) -> None:
+        check_option("ratio", self.ratio, 0 < self.ratio < 1, "in (0, 1)")
+        check_option("target", self.target, self.target is None or 0 < self.target < 1, "in (0, 1)")
+        check_option("tolerance", self.tolerance, 0 <= self.tolerance < math.inf, "a number, at least 0")
 
     def over(self, epochs: int) -> PruningSettings:
         """For a run of so many epochs: a long one can wait longer for a network to recover, a tenth of its epochs."""
@@ -67,9 +80,6 @@ class TrainingSettings:
     """What is evaluated and kept is a moving average of the weights that reaches so many epochs back; 0: no average."""
 
     def __post_init__(self) -> None:
-        for name in ("lr_decay", "input_noise"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} {value} is not valid: it must be in [0, 1)")
-        if not 0 <= self.average < math.inf:
-            raise ValueError(f"--average {self.average} is not valid: it must be a number of epochs, at least 0")
+        check_argument("lr_decay", self.lr_decay, 0 <= self.lr_decay < 1, "in [0, 1)")
+        check_argument("input_noise", self.input_noise, 0 <= self.input_noise < 1, "in [0, 1)")
+        check_option("average", self.average, 0 <= self.average < math.inf, "a number of epochs, at least 0")
