@@ -46,7 +46,14 @@ def test_bad_arguments_leave_the_old_file(tmp_path: Path) -> None:
     rlsprune.export_onnx(model, torch.rand(2, 4), exact)
     with pytest.raises(ValueError, match="batches is empty"):
         rlsprune.quantize_onnx(exact, small, [])
-    with pytest.raises(Exception, match="5"):
-        rlsprune.quantize_onnx(exact, small, [torch.rand(2, 5)])
+    for batches, said in [
+        ([torch.rand(2, 5)], r"of shape \(2, 5\), the network takes \(.*4\)"),
+        ([torch.rand(4)], r"of shape \(4,\)"),
+        ([torch.rand(2, 4).double()], "float64, the network takes float32"),
+        ([torch.full((2, 4), torch.nan)], "not finite"),
+        (torch.rand(2, 4), "batches is a tensor: give an iterable"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            rlsprune.quantize_onnx(exact, small, batches)
     assert small.read_text() == "kept"
     assert {path.name for path in tmp_path.iterdir()} == {"exact.onnx", "small.onnx"}

@@ -49,12 +49,13 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
         preparation = importlib.import_module("onnxruntime.quantization.shape_inference")
     except ImportError as error:
         raise ImportError(f"quantize_onnx needs {error.name}: pip install 'rlsprune[onnx]'", name=error.name) from error
-    names = [node.name for node in _session(runtime, source).get_inputs()]
-    if len(names) != 1:
-        raise ValueError(
-            f"{os.fspath(source)} has the inputs {', '.join(names)}: quantize_onnx takes networks with one"
-        )
-    feeds = [{names[0]: _array(batch)} for batch in batches]
+    if isinstance(batches, Tensor):
+        raise ValueError("batches is a tensor: give an iterable of them, such as inputs.split(64)")
+    nodes = _session(runtime, source).get_inputs()
+    if len(nodes) != 1:
+        names = ", ".join(node.name for node in nodes)
+        raise ValueError(f"{os.fspath(source)} has the inputs {names}: quantize_onnx takes networks with one")
+    feeds = [{nodes[0].name: _checked(_array(batch), nodes[0].shape)} for batch in batches]
     if not feeds:
         raise ValueError("batches is empty: give some hundred inputs like those the network will see")
 
@@ -91,6 +92,20 @@ def _session(runtime: Any, path: str | os.PathLike[str]) -> Any:
 def _array(batch: Any) -> Any:
     inputs = batch if isinstance(batch, Tensor) else batch[0]
     return inputs.detach().cpu().numpy()
+
+
+def _checked(array: Any, shape: list[int | str]) -> Any:
+    """The array, if the network takes it; sizes that are names may be anything."""
+    fits = len(array.shape) == len(shape) and all(
+        isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"batches holds inputs of shape {tuple(array.shape)}, the network takes {tuple(shape)}")
+    if array.dtype != "float32":
+        raise ValueError(f"batches holds inputs of {array.dtype}, the network takes float32: convert them (.float())")
+    if not (abs(array) < float("inf")).all():
+        raise ValueError("batches holds inputs that are not finite: their range cannot be measured")
+    return array
 
 
 @contextmanager

@@ -82,3 +82,8 @@ class LineObserver(Observer):
     def end(self, summary: Mapping[str, Any]) -> None:
         """The result."""
         self.console.print(describe(summary))
+        if summary.get("missed_target") is not None:
+            self.console.print(
+                f"The target, {100 * summary['missed_target']:g} % of the parameters, is not reached: the loss did not "
+                "recover in time. More --epochs or a larger --tolerance get further."
+            )

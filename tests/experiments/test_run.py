@@ -95,6 +95,19 @@ def test_scratch_has_the_shape_and_the_pixels_of_rls_and_other_weights(tmp_path:
     assert not torch.equal(models[0].get_parameter("fc2.weight"), models[1].get_parameter("fc2.weight"))
 
 
+@pytest.mark.parametrize(("target", "missed"), [("0.01", 0.01), ("0.9", None)])
+def test_a_target_that_is_missed_is_told(
+    target: str, missed: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", "digits-fnn", "--target", target, "--epochs", "2", "--warmup-epochs", "0", "--threads", "1"]
+    command += ["--train-images", "300", "--test-images", "100", "--batch-size", "5000", "--tolerance", "9"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    summary = RunFolder(tmp_path).read_json("summary")
+    assert summary["missed_target"] == missed
+    assert ("1 % of the parameters, is not reached" in capsys.readouterr().out) == (missed is not None)
+    assert summary["latency_batch"] <= 300, "no larger batch than there are images"
+
+
 def test_target_is_an_option(tmp_path: Path) -> None:
     command = ["run", "--target", "0.6", "--epochs", "2", "--warmup-epochs", "0", "--train-images", "300", "--quiet"]
     assert main([*command, "--threads", "1", "--out", str(tmp_path)]) == 0

@@ -362,8 +362,9 @@ def test_a_weight_used_without_its_module_is_trained_by_sgd_with_one_warning() -
     optimizer = rlsprune.RLS(layer, fallback_lr=0.5, momentum=0.0)
     before = layer.weight.detach().clone()
     nn.functional.linear(torch.ones(1, 3), layer.weight).sum().backward()
-    with pytest.warns(UserWarning, match="module was not called"):
+    with pytest.warns(UserWarning, match="module was not called") as told:
         optimizer.step()
+    assert told[0].filename == __file__, "it points at the line that took the step"
     torch.testing.assert_close(layer.weight.data, before - 0.5)
     optimizer.step()
 
@@ -440,3 +441,13 @@ def test_bad_models_are_named() -> None:
     embedding(torch.tensor([0])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()
+
+
+def test_layers_without_inputs_or_outputs_are_left_to_momentum_sgd() -> None:
+    model = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 4))
+    with pytest.warns(UserWarning, match="it has no inputs, or no outputs"):
+        optimizer = rlsprune.RLS(model, fallback_lr=0.5, momentum=0.0)
+    before = model[1].bias.detach().clone()
+    model(torch.rand(5, 8)).sum(1).mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(model[1].bias.data, before - 0.5)

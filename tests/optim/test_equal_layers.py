@@ -115,17 +115,36 @@ def test_a_deeper_network_takes_no_more_kernels(monkeypatch: pytest.MonkeyPatch,
     assert counts[0] == counts[1]
 
 
-def test_what_lies_together_is_let_go_when_its_neighbours_are() -> None:
-    model = Repeated(3, bias=False)
+def held(optimizer: rlsprune.RLS) -> int:
+    """Bytes of all storages behind the optimizer's state."""
+    entries = [[*state.get("inverse", ()), state["velocity"]] for state in optimizer.state.values()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for tensors in entries for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_no_more_memory_is_held_than_is_used(copied: bool) -> None:
+    """However often the layers that lie together change: frozen one after the other, some without a gradient."""
+    model = Repeated(6, bias=False)
     optimizer = rlsprune.RLS(model, lr=0.2)
     steps(model, optimizer, 1)
-    state = optimizer.state[model.body[0].weight]
-    assert state["inverse"][0].untyped_storage().nbytes() == 3 * state["inverse"][0].nbytes
-    for index in (4, 8):
+    first = optimizer.state[model.body[0].weight]["inverse"][0]
+    assert first.untyped_storage().nbytes() == 6 * first.nbytes
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    for index in (0, 4, 12):
         model.body[index].requires_grad_(False)
+        steps(model, optimizer, 1)
+        assert held(optimizer) == optimizer.memory_usage()["total"]
+    model.body[4].requires_grad_(True)
     steps(model, optimizer, 1)
-    assert state["inverse"][0].untyped_storage().nbytes() == state["inverse"][0].nbytes
-    assert state["velocity"].untyped_storage().nbytes() == state["velocity"].nbytes
+    assert held(optimizer) == optimizer.memory_usage()["total"]
+
+
+def test_large_layers_are_stepped_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sizes_of_steps(Repeated(4)) == [1, 1, 4, 4]
+    monkeypatch.setattr("rlsprune.optim.layer_step._MOST_JOINED", 73 * 73 - 1)  # 8 channels of 3×3, and the bias
+    assert sizes_of_steps(Repeated(4)) == [1, 1, 1, 1, 1, 1, 4]
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "state_dict"])
@@ -163,7 +182,8 @@ def test_the_fault_named_is_the_first_in_the_network() -> None:
         steps(spoilt, optimizer, 1)
 
 
-def test_prepared_steps_are_of_equal_layers() -> None:
+def sizes_of_steps(model: nn.Module) -> list[int]:
+    """Of how many layers each step is."""
     seen: list[int] = []
     prepare = LayerStep.prepare
 
@@ -171,9 +191,7 @@ def test_prepared_steps_are_of_equal_layers() -> None:
         seen.append(len(layers))
         return prepare(layers, state)
 
-    model = Repeated(4)
-    optimizer = rlsprune.RLS(model, lr=0.2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerStep, "prepare", watched)
-        steps(model, optimizer, 1)
-    assert sorted(seen) == [1, 1, 4, 4]
+        steps(model, rlsprune.RLS(model, lr=0.2), 1)
+    return sorted(seen)

@@ -68,8 +68,9 @@ def test_a_fault_is_skipped_with_a_warning(fault: object, message: str) -> None:
     model, optimizer = prepared("skip")
     before = snapshot(model, optimizer)
     fault(model, torch.rand(4, 30)).backward()
-    with pytest.warns(UserWarning, match=f"step skipped.*{message}"):
+    with pytest.warns(UserWarning, match=f"step skipped.*{message}") as told:
         optimizer.step()
+    assert told[0].filename == __file__, "it points at the line that took the step"
     torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
 
 
@@ -106,6 +107,27 @@ def test_where_the_host_does_not_wait_a_broken_p_harms_no_weight(way: str, monke
         assert torch.equal(state["velocity"], velocity)
     with pytest.raises(FloatingPointError, match="of layer '3'"):
         optimizer.check()
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"weight_decay": 0.01}, {"forgetting": 0.99}])
+def test_where_the_host_does_not_wait_the_numbers_are_the_same(
+    options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 too, where a number must not become a float32 on its way."""
+    results = []
+    for waits in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 2)).double()
+        optimizer = rlsprune.RLS(model, lr=0.1, **options)
+        with monkeypatch.context() as patch:
+            if waits:
+                patch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(torch.rand(4, 30, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+        results.append(model.state_dict())
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
 
 
 def test_a_report_under_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,34 @@ def test_a_copy_whose_indices_would_be_averaged_is_refused() -> None:
     make_pruner(model, optimizer, input_ratio=0).follow(average)
 
 
+def test_what_is_no_copy_is_refused() -> None:
+    model, optimizer = trained(fnn)
+    other = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 3))
+    with pytest.raises(ValueError, match=r"'0.weight' has the shape \(30, 20\) in this one, \(24, 20\) in the model"):
+        make_pruner(model, optimizer).follow(other)
+    with pytest.raises(ValueError, match=r"'0.weight' has the shape None in this one"):
+        make_pruner(model, optimizer).follow(nn.ReLU())
+
+
+def test_the_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        make_pruner(fnn().double(), torch.optim.SGD(fnn().parameters(), lr=0.1))
+
+
+def test_what_was_frozen_since_the_prune_stays_frozen_when_it_is_rolled_back() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, warmup_epochs=0, patience=1)
+    train(model, optimizer, (20,), 1)
+    assert pruner.step(1.0) is not None
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, (20,), 1)
+    pruner.step(2.0)
+    assert pruner.history[-1].kind == "roll-back"
+    assert model[0].weight.shape == (24, 20)
+    assert not model[0].weight.requires_grad
+    assert model[2].weight.requires_grad
+
+
 def test_a_copy_that_could_not_be_rolled_back_is_refused() -> None:
     model, optimizer = trained(fnn)
     pruner = make_pruner(model, optimizer, warmup_epochs=0)
@@ -521,6 +549,9 @@ def test_an_event_prints_as_a_table() -> None:
     [
         ({"ratio": 1.5}, r"ratio=1\.5 .*\(0, 1\)"),
         ({"ratio": 0.0}, r"ratio=0\.0"),
+        ({"ratio": "0.4"}, r"ratio='0\.4'"),
+        ({"round_to": 3.5}, r"round_to=3\.5 .*whole number"),
+        ({"target": 0.1}, r"target=0\.1 .*a mapping such as"),
         ({"ratio": {"0": 2.0}}, r"ratio\['0'\]=2\.0"),
         ({"ratio": {"nowhere": 0.5}}, r"ratio names \['nowhere'\].*there are \['0', '2', 'input'\]"),
         ({"input_ratio": -0.1}, r"input_ratio=-0\.1"),

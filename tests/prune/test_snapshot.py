@@ -59,7 +59,6 @@ def test_restore_undoes_surgery(name: str, copy: bool) -> None:
     remove(model, graph, some_units(graph), optimizer)
     optimizer.state[first]["inverse"][0] = torch.zeros(1)
     optimizer.state[first]["note"]["P"] = None
-    first.requires_grad_(False)
     assert everything(model, optimizer) != before
     snapshot.restore()
     graph.groups = groups

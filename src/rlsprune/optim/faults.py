@@ -71,7 +71,7 @@ class FaultWatch:
         if self.on_fault == "raise":
             self._looks.clear()
             raise FloatingPointError(message)
-        warnings.warn(f"step skipped, {message}", stacklevel=6)
+        warnings.warn(f"step skipped, {message}", stacklevel=7)
         return True
 
 

@@ -19,6 +19,9 @@ from rlsprune.optim.state import INVERSE, VELOCITY, State, joined, pack, velocit
 # hardly seen in the mean, so it drifts to the limit, and one active sample is then amplified by it: on MNIST's border
 # pixels 10 diverges and 2 trains.
 WIND_UP_LIMIT = 2.0
+# The most entries of P, or of the weight, of a layer that is stepped together with others. A larger one keeps a device
+# busy by itself, and joining such layers takes memory for all their gradients.
+_MOST_JOINED = 2**20
 # What a parameter group says about the step of its layer.
 _SETTINGS = ("lr", "momentum", "forgetting", "mean_scale", "weight_decay", "p0")
 # A gradient is taken for Δᵀ X, up to a factor, if it agrees with it within this many roundings of the sum's terms.
@@ -66,8 +69,9 @@ def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[ReadyL
     """The layers in lists of which each can be stepped as one: the same sizes, kinds of tensors and settings."""
     lists: dict[Any, list[ReadyLayer]] = {}
     for layer in layers:
-        kind: Any = id(layer.weight)  # a batch of its own, or rows that other processes have
-        if layer.batch is None and not is_sharded(layer.weight):
+        kind: Any = id(layer.weight)  # a batch of its own, rows that other processes have, or large enough by itself
+        size = layer.mean.shape[-1] * max(layer.mean.shape[-1], len(layer.weight))
+        if layer.batch is None and not is_sharded(layer.weight) and size <= _MOST_JOINED:
             tensors = [(p.shape, p.dtype, p.device, p.grad is None) for p in layer.parameters]
             settings = [layer.group[key] for key in _SETTINGS]
             blocks = [(P.shape, P.dtype) for P in state[layer.weight][INVERSE]]

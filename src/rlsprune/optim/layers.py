@@ -107,6 +107,8 @@ def _obstacle(name: str, layer: Layer, modules: dict[str, nn.Module], owners: di
         raise ValueError(
             f"layer {name!r} is lazy and has no shape yet: run a batch through the model before creating the optimizer"
         )
+    if not layer.weight.numel():
+        return "it has no inputs, or no outputs"
     if is_sharded(layer.weight):
         if getattr(layer, "groups", 1) > 1:
             return "fully_shard has divided its groups over the ranks"

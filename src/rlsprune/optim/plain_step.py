@@ -57,7 +57,7 @@ class PlainStep:
         velocities = [local(velocity_of(state, p, p.dtype)) for p in self.parameters]
         gradients, momentum = self.gradients, self.group["momentum"]
         if gate is not None:
-            gradients, momentum = _gated(gradients, gate), torch.where(gate, momentum, 1.0)
+            gradients, momentum = _gated(gradients, gate), _factor(momentum, gate, velocities[0].dtype)
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=-self.lr)
         parameters = [local(p) for p in self.parameters]
@@ -69,9 +69,14 @@ def step_parameters_(parameters: list[Tensor], moves: list[Tensor], decay: float
     if gate is not None:
         moves = _gated(moves, gate)
     if decay:
-        factor: Any = 1 - decay if gate is None else torch.where(gate, 1 - decay, 1.0)
+        factor: Any = 1 - decay if gate is None else _factor(1 - decay, gate, parameters[0].dtype)
         torch._foreach_mul_(parameters, factor)
     torch._foreach_add_(parameters, moves)
+
+
+def _factor(value: float, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value, or 1 if the gate is closed. Of two plain numbers ``torch.where`` would make a float32."""
+    return torch.where(gate, torch.full((), value, dtype=dtype, device=gate.device), 1.0)
 
 
 def _gated(tensors: list[Tensor], gate: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from rlsprune.optim.layer_step import LayerStep, ReadyLayer, block_sizes, equal_
 from rlsprune.optim.layers import Layer, divide
 from rlsprune.optim.plain_step import PlainStep
 from rlsprune.optim.recorder import ForwardHook, Recorder
-from rlsprune.optim.state import INVERSE, VELOCITY
+from rlsprune.optim.state import INVERSE, VELOCITY, unpack_all
 from rlsprune.optim.team import Team
 
 if TYPE_CHECKING:
@@ -108,13 +108,13 @@ class RLS(Optimizer):
                 those of the DistributedDataParallel wrapper, or all, if ``torch.distributed`` is initialised. Their
                 mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.
         """
-        check_argument("lr", lr, lr >= 0, "a number ≥ 0")
+        check_argument("lr", lr, 0 <= lr < math.inf, "a number ≥ 0")
         check_argument("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
         check_argument("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
         check_argument("mean_scale", mean_scale, 0 < mean_scale < math.inf, "a number > 0")
         check_argument("p0", p0, 0 < p0 < math.inf, "a number > 0")
-        check_argument("weight_decay", weight_decay, weight_decay >= 0, "a number ≥ 0")
-        check_argument("fallback_lr", fallback_lr, fallback_lr >= 0, "a number ≥ 0")
+        check_argument("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a number ≥ 0")
+        check_argument("fallback_lr", fallback_lr, 0 <= fallback_lr < math.inf, "a number ≥ 0")
         check_argument("block_size", block_size, block_size is None or block_size >= 1, "None or at least 1")
         check_argument("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
         check_argument(
@@ -221,16 +221,19 @@ class RLS(Optimizer):
         checks = [] if self._team is None else self._team.share_means(self.param_groups, self._recorders)
         for place, group in enumerate(self.param_groups):
             trained = [p for p in group["params"] if p.grad is not None]
-            if not trained or (self._team is not None and not self._team.owns(group)):
+            if self._team is not None and not self._team.owns(group):
                 continue
             if not group["preconditioned"]:
                 steps += PlainStep.prepare(place, group, trained, group["lr"])
-            elif not self._recorders[group["name"]].empty:  # no input, no step
-                layer = self._ready(place, group)
-                if layer is not None:
-                    layers.append(layer)
-                else:
-                    steps += PlainStep.prepare(place, group, trained, self._fallback_lr)
+                continue
+            idle = not trained or self._recorders[group["name"]].empty  # no input, no step
+            layer = None if idle else self._ready(place, group)
+            if layer is not None:
+                layers.append(layer)
+                continue
+            unpack_all(self.state, group["params"])
+            if not idle:
+                steps += PlainStep.prepare(place, group, trained, self._fallback_lr)
         steps += [LayerStep.prepare(equal, self.state) for equal in equal_layers(layers, self.state)]
 
         checks += [check for step in steps for check in step.checks]
@@ -254,7 +257,7 @@ class RLS(Optimizer):
                 warnings.warn(
                     f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
                     f"takes momentum SGD steps at fallback_lr={self._fallback_lr}: call the module for RLS to train it",
-                    stacklevel=4,
+                    stacklevel=6,
                 )
             return None
         mean = recorder.mean.to(weight.device)

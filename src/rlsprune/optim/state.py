@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlsprune._tensors import is_sharded
 
 # Entries of `optimizer.state[parameter]`, always checkpointed.
 INVERSE = "inverse"  # of a weight: P as a list of diagonal blocks, each (groups, b, b)
@@ -40,8 +42,10 @@ def pack(places: Sequence[tuple[Any, Any]]) -> Tensor:
     """
     tensors: list[Tensor] = [container[key] for container, key in places]
     first, whole = tensors[0], tensors[0]._base
-    if whole is None and len(tensors) == 1:
-        return first
+    if len(tensors) == 1:
+        unpack(*places[0])
+        alone: Tensor = places[0][0][places[0][1]]
+        return alone
     if (
         whole is not None
         and whole.shape == (len(tensors) * len(first), *first.shape[1:])
@@ -52,3 +56,19 @@ def pack(places: Sequence[tuple[Any, Any]]) -> Tensor:
     for (container, key), part in zip(places, torch.split(whole, len(first)), strict=True):
         container[key] = part
     return whole
+
+
+def unpack(container: Any, key: Any) -> None:
+    """Gives a tensor memory of its own, if it is part of a larger piece, which it would keep from being freed."""
+    tensor: Tensor = container[key]
+    if not is_sharded(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
+        container[key] = tensor.clone()
+
+
+def unpack_all(state: State, parameters: Iterable[Tensor]) -> None:
+    """Gives all that is kept of some parameters memory of its own: their neighbours may be packed anew without them."""
+    for entries in (state[p] for p in parameters if p in state):
+        if VELOCITY in entries:
+            unpack(entries, VELOCITY)
+        for number in range(len(entries.get(INVERSE, ()))):
+            unpack(entries[INVERSE], number)

@@ -107,7 +107,8 @@ class Pruner:
                 ``{"latency": 0.5}``. The last event removes no more than it takes to get there.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
-            tolerance: How much above the loss at the last prune counts as recovered, as a share of it.
+            tolerance: How much above the loss at the last prune counts as recovered, as a share of it. It is granted at
+                every prune anew: over n prunes the loss may drift by ``(1 + tolerance)ⁿ``.
         """
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
         check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
@@ -123,6 +124,9 @@ class Pruner:
             )
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in model.parameters()):
+            raise ValueError("the optimizer has none of the model's parameters: give the one that trains this model")
         self.model, self.optimizer, self.example_inputs = model, optimizer, example_inputs
         self._settings = Settings(
             optimizer,
@@ -134,7 +138,7 @@ class Pruner:
             statistics,
             min_channels,
             round_to,
-            dict(target or {}),
+            {} if target is None else target,
         )
         self._ignore, self._on_prune = ignore if isinstance(ignore, str) else tuple(ignore), on_prune
         self._known_graph: ChannelGraph | None = self._find_graph()
@@ -212,13 +216,23 @@ class Pruner:
         """Keeps a copy of the model (a moving average of it, say) in the same shape from now on.
 
         Raises:
-            ValueError: It would average the indices of the input features that are kept, as if they were numbers.
+            ValueError: It is no copy of the model, or would average the indices of the input features that are kept, as
+                if they were numbers.
             RuntimeError: The model has been pruned, and could be rolled back to a shape that this copy never had.
         """
         if self._recovered is not None:
             raise RuntimeError(
                 "follow() comes too late: a roll-back of the last prune could not give this copy its shape. Call it "
                 "before the first prune, or before load_state_dict"
+            )
+        shapes, others = (
+            {name: tuple(p.shape) for name, p in network.named_parameters()} for network in (self.model, inner(copy))
+        )
+        if shapes != others:
+            name = next(name for name in {**shapes, **others} if shapes.get(name) != others.get(name))
+            raise ValueError(
+                f"follow() takes a copy of the model, and {name!r} has the shape {others.get(name)} in this one, "
+                f"{shapes.get(name)} in the model"
             )
         if isinstance(copy, AveragedModel) and copy.use_buffers and self._prunes_inputs():
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 import torch
 from torch.optim import Optimizer
@@ -37,15 +38,18 @@ class Settings:
             raise ValueError("LBFGS keeps its state in one flat vector that cannot be cut: use another optimizer")
         for name, value in self.ratio.items() if isinstance(self.ratio, Mapping) else [("", self.ratio)]:
             where = f"ratio[{name!r}]" if name else "ratio"
-            check_argument(where, value, 0 < value < 1, "in (0, 1)")
+            check_argument(where, value, isinstance(value, Real) and 0 < value < 1, "in (0, 1)")
         given = self.input_ratio
-        check_argument("input_ratio", given, given is None or 0 <= given < 1, "None or in [0, 1)")
+        valid = given is None or (isinstance(given, Real) and 0 <= given < 1)
+        check_argument("input_ratio", given, valid, "None or in [0, 1)")
         known = callable(self.criterion) or self.criterion in NAMES
         check_argument("criterion", self.criterion, known, f"one of {', '.join(NAMES)}, or a callable")
         check_argument("inverse", self.inverse, self.inverse in ("schur", "slice"), "'schur' or 'slice'")
         check_argument("statistics", self.statistics, self.statistics in ("exact", "training"), "'exact' or 'training'")
-        check_argument("min_channels", self.min_channels, self.min_channels >= 1, "at least 1")
-        check_argument("round_to", self.round_to, self.round_to >= 1, "at least 1")
+        for option in ("min_channels", "round_to"):
+            count = getattr(self, option)
+            check_argument(option, count, isinstance(count, Integral) and int(count) >= 1, "a whole number, at least 1")
+        check_argument("target", self.target, isinstance(self.target, Mapping), 'a mapping such as {"params": 0.1}')
         for what, share in self.target.items():
             check_argument("target", self.target, what in TARGETS and 0 < share < 1, f"{'/'.join(TARGETS)} → in (0, 1)")
         if self.statistics == "training" and self.needs_inverse and not isinstance(self.optimizer, RLS):

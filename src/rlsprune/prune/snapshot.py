@@ -16,7 +16,7 @@ from rlsprune.prune.surgery import replace_data
 
 
 class Snapshot:
-    """The parameters, buffers, layer attributes, flags and input selectors of a network and its optimizer's state.
+    """The parameters, buffers, layer attributes and input selectors of a network and its optimizer's state.
 
     Surgery never writes to old tensors, so undoing an event that failed half-way needs references only. What is
     written to in place since (by training, or by ``weight.copy_``) comes back only from a snapshot with copies.
@@ -31,7 +31,6 @@ class Snapshot:
         self._copy, self._model, self._optimizer = copy, model, optimizer
         parameters = dict(model.named_parameters())
         self._data = {name: self._keep(parameter.data) for name, parameter in parameters.items()}
-        self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
         self._grads = {name: None if copy else parameter.grad for name, parameter in parameters.items()}
         self._buffers: dict[str, dict[str, tuple[Tensor | None, Tensor | None]]] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
@@ -54,12 +53,11 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back, in the same Parameter objects; a snapshot can be restored any number of times.
 
-        Buffers registered and hooks added since are left alone, but for input selectors.
+        Buffers registered, hooks added and parameters frozen since are left alone, but for input selectors.
         """
         parameters = dict(self._model.named_parameters())
         for name, data in self._data.items():
             replace_data(parameters[name], self._keep(data).to(parameters[name].device))
-            parameters[name].requires_grad_(self._flags[name])
             parameters[name].grad = self._grads[name]
         for name, module in self._model.named_modules():
             for own, (buffer, data) in self._buffers[name].items():

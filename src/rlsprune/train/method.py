@@ -74,6 +74,9 @@ class Method(Protocol):
     def gate_level(self) -> float | None:
         """What the loss has to get below before the next prune; None if the method does not wait for that."""
 
+    def missed_target(self) -> float | None:
+        """The share of the parameters that the method was to get down to and has not; None if there is none."""
+
     def retained(self) -> Mapping[str, Retained]:
         """What is left, per layer, ``"input"`` first; weights that the method holds at zero do not count.
 

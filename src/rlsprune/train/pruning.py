@@ -29,7 +29,7 @@ class RLSPruning(NoPruning):
         warmup_epochs: int,
     ) -> None:
         super().__init__(model, example_inputs)
-        self._reunite = settings.reunite
+        self._reunite, self._target = settings.reunite, settings.target
         # However short the run, it prunes once.
         self._last_prune = max(warmup_epochs + 1, epochs - math.ceil(epochs * settings.settle))
         self.pruner = Pruner(
@@ -74,6 +74,10 @@ class RLSPruning(NoPruning):
         """The pruner's, from its first prune on, until the network is settled."""
         level = self.pruner.gate_level
         return None if self.settled or math.isinf(level) else level
+
+    def missed_target(self) -> float | None:
+        """The run's target, unless it is reached."""
+        return None if self.pruner.target_reached else self._target
 
     def state_dict(self) -> dict[str, Any]:
         """The pruner's."""

@@ -202,8 +202,8 @@ class Run:
         self.folder.write_lines("faults", faults)
         rolled_back = rollbacks(faults)
         if self.recipe.on_fault != "rollback" or rolled_back > MAX_ROLLBACKS:
-            tried = f" {MAX_ROLLBACKS} roll-backs did not help." if rolled_back else ""
-            where = f"{self.folder.path} is saved up to epoch {self.done}.{tried}"
+            tried = f", and {MAX_ROLLBACKS} roll-backs did not help" if rolled_back else ""
+            where = f"{self.folder.path} is saved up to epoch {self.done}{tried}"
             raise FaultError(str(error), where, "resume it, perhaps with another --on-fault") from error
         if self.guard.after_prune:
             self.folder.set_checkpoint_aside()  # it has the pruned network, which may be what is wrong
@@ -225,7 +225,7 @@ class Run:
         metrics, events = self.record.metrics, self.record.events
         last, final = tail(metrics, events), metrics[-1]
         kept = _kept_inputs(self.model)
-        images = self.recipe.example(self.recipe.batch_size)
+        images = self.recipe.example(min(self.recipe.batch_size, len(self.data.train)))
         # Both now, one after the other: other work on the machine then slows them alike.
         unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
         latency_ms, spread = latency(self.model, images)
@@ -241,9 +241,10 @@ class Run:
             "latency_ms": latency_ms,
             "latency_iqr_ms": spread,
             "latency_unpruned_ms": unpruned_ms,
-            "latency_batch": self.recipe.batch_size,
+            "latency_batch": len(images),
             "seconds": sum(line["seconds"] for line in metrics),
             "events": sum(event["kind"] == "prune" for event in events),
+            "missed_target": self.method.missed_target(),
             "kept_inputs": kept,
             "input_shape": list(self.data.shape),
             "mean_input": None if kept is None else mean_image(self.data.test.images),

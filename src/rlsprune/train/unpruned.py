@@ -46,6 +46,10 @@ class NoPruning:
         """Waits for no loss."""
         return None
 
+    def missed_target(self) -> float | None:
+        """Has none."""
+        return None
+
     def retained(self) -> Mapping[str, Retained]:
         """The network as it stands."""
         return count_retained(self.model, self.example_inputs)
