@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import rlsprune
 from networks import SHAPES, cnn, fnn, train, trained
+from rlsprune.optim.statistics import RowSample
 from rlsprune.prune import operation
 
 EXAMPLE = torch.rand(2, 20).double()
@@ -233,6 +234,23 @@ def test_a_copy_whose_indices_would_be_averaged_is_refused() -> None:
     with pytest.raises(ValueError, match=r"use_buffers=False.*or prune with input_ratio=0"):
         make_pruner(model, optimizer).follow(average)
     make_pruner(model, optimizer, input_ratio=0).follow(average)
+
+
+def test_inputs_are_sampled_only_in_epochs_that_may_end_with_a_prune(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in the first, since nobody knows then whether there will be epochs: `prune` can be called at any time."""
+    calls: list[int] = []
+    add = RowSample.add
+    monkeypatch.setattr(RowSample, "add", lambda self, *args: (calls.append(1), add(self, *args)))
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, warmup_epochs=3, target={"params": 0.9}, tolerance=9.0)
+    sampled = []
+    for _ in range(7):
+        calls.clear()
+        train(model, optimizer, (20,), 2)
+        sampled.append(len(calls))
+        pruner.step(1.0)
+    assert [event.epoch for event in pruner.history] == [4]
+    assert sampled == [6, 0, 0, 6, 6, 0, 0], "once the target is reached, no more"
 
 
 def test_what_is_no_copy_is_refused() -> None:

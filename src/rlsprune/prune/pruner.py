@@ -180,7 +180,10 @@ class Pruner:
         return event
 
     def prune(self) -> PruneEvent | None:
-        """Prunes now, whatever the loss. Returns the event, or None (with a warning) if nothing was chosen."""
+        """Prunes now, whatever the loss. Returns the event, or None (with a warning) if nothing was chosen.
+
+        Between the first call of `step` and the end of the warm-up no exact statistics are gathered: `calibrate` first.
+        """
         return self._prune(None)
 
     def preview(self) -> PruneEvent | None:
@@ -471,9 +474,10 @@ class Pruner:
         ]
 
     def _restart_statistics(self) -> None:
+        """For the next epoch, and only if it may end with a prune: sampling costs a part of every training step."""
         if self._statistics is not None:
             self._statistics.clear(seed=self._gate.epoch)
-            self._statistics.active = not self.done
+            self._statistics.active = not self.done and self._gate.epoch >= self._gate.warmup_epochs
 
     def _sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""
