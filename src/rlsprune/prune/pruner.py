@@ -474,10 +474,14 @@ class Pruner:
         ]
 
     def _restart_statistics(self) -> None:
-        """For the next epoch, and only if it may end with a prune: sampling costs a part of every training step."""
+        """For the next epoch, and only if it may end with a prune: sampling costs a part of every training step.
+
+        As long as `step` was never called, any moment may: `prune` is then what the caller uses.
+        """
         if self._statistics is not None:
-            self._statistics.clear(seed=self._gate.epoch)
-            self._statistics.active = not self.done and self._gate.epoch >= self._gate.warmup_epochs
+            epoch = self._gate.epoch
+            self._statistics.clear(seed=epoch)
+            self._statistics.active = not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs)
 
     def _sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""
