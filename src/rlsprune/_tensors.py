@@ -38,6 +38,11 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
 
 
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that it was given."""
+    getattr(torch, device.type).synchronize()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this process has only a part of the tensor (a ``DTensor``, of ``fully_shard``)."""
     return hasattr(tensor, "to_local")

@@ -67,6 +67,11 @@ class Experiment:
         """Whether the network takes images as they are."""
         return self.network != "fnn"
 
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one input, as the network takes it."""
+        return (3, 32, 32) if self.convolutional else (784,)
+
     def build(self, batch_norm: bool = False) -> nn.Module:
         """A fresh network, initialised from torch's random state."""
         from rlsprune.models import FNN, MiniVGG, ResNet

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rlsprune._arguments import check_argument
+from rlsprune._tensors import wait_for
 from rlsprune.distributed.shards import balance
 from rlsprune.optim.layer_step import block_sizes
 from rlsprune.optim.layers import divide
@@ -204,11 +205,10 @@ def measure(device: str = "cpu", size: int = 2048) -> Machine:
 
 
 def _best(work: Callable[[], object], device: str, repeats: int = 5) -> float:
-    wait = getattr(torch, torch.device(device).type).synchronize
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         work()
-        wait()
+        wait_for(torch.device(device))
         times.append(time.perf_counter() - started)
     return min(times[1:])
