@@ -49,7 +49,7 @@ def test_bad_arguments_leave_the_old_file(tmp_path: Path) -> None:
     for batches, said in [
         ([torch.rand(2, 5)], r"of shape \(2, 5\), the network takes \(.*4\)"),
         ([torch.rand(4)], r"of shape \(4,\)"),
-        ([torch.rand(2, 4).double()], "float64, the network takes float32"),
+        ([torch.rand(2, 4).double()], r"type tensor\(double\), the network takes tensor\(float\)"),
         ([torch.full((2, 4), torch.nan)], "not finite"),
         (torch.rand(2, 4), "batches is a tensor: give an iterable"),
     ]:

@@ -40,7 +40,10 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
 
 def wait_for(device: torch.device) -> None:
     """Until it has done all that it was given."""
-    getattr(torch, device.type).synchronize()
+    if device.index is None:
+        getattr(torch, device.type).synchronize()
+    else:
+        getattr(torch, device.type).synchronize(device)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -31,7 +31,8 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
 
     Raises:
         ImportError: onnxruntime or onnx is not installed.
-        ValueError: There is no batch, or the network has more than one input.
+        ValueError: There is no batch, the network has more than one input, or it does not take the batches: another
+            shape or dtype, or numbers that are not finite.
         OSError: A file cannot be read or written.
 
     Examples:
@@ -55,7 +56,7 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
     if len(nodes) != 1:
         names = ", ".join(node.name for node in nodes)
         raise ValueError(f"{os.fspath(source)} has the inputs {names}: quantize_onnx takes networks with one")
-    feeds = [{nodes[0].name: _checked(_array(batch), nodes[0].shape)} for batch in batches]
+    feeds = [{nodes[0].name: _checked(_array(batch), nodes[0])} for batch in batches]
     if not feeds:
         raise ValueError("batches is empty: give some hundred inputs like those the network will see")
 
@@ -94,16 +95,17 @@ def _array(batch: Any) -> Any:
     return inputs.detach().cpu().numpy()
 
 
-def _checked(array: Any, shape: list[int | str]) -> Any:
-    """The array, if the network takes it; sizes that are names may be anything."""
-    fits = len(array.shape) == len(shape) and all(
-        isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, array.shape, strict=True)
+def _checked(array: Any, node: Any) -> Any:
+    """The array, if it is what the network's input takes; sizes that are no numbers may be anything."""
+    fits = len(array.shape) == len(node.shape) and all(
+        not isinstance(wanted, int) or wanted == size for wanted, size in zip(node.shape, array.shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"batches holds inputs of shape {tuple(array.shape)}, the network takes {tuple(shape)}")
-    if array.dtype != "float32":
-        raise ValueError(f"batches holds inputs of {array.dtype}, the network takes float32: convert them (.float())")
-    if not (abs(array) < float("inf")).all():
+        raise ValueError(f"batches holds inputs of shape {tuple(array.shape)}, the network takes {tuple(node.shape)}")
+    kind = {"float32": "tensor(float)", "float64": "tensor(double)"}.get(str(array.dtype), f"tensor({array.dtype})")
+    if kind != node.type:
+        raise ValueError(f"batches holds inputs of type {kind}, the network takes {node.type}: convert them")
+    if array.dtype.kind == "f" and not (abs(array) < float("inf")).all():
         raise ValueError("batches holds inputs that are not finite: their range cannot be measured")
     return array
 

@@ -84,6 +84,6 @@ class LineObserver(Observer):
         self.console.print(describe(summary))
         if summary.get("missed_target") is not None:
             self.console.print(
-                f"The target, {100 * summary['missed_target']:g} % of the parameters, is not reached: the loss did not "
-                "recover in time. More --epochs or a larger --tolerance get further."
+                f"The target, {100 * summary['missed_target']:g} % of the parameters, is not reached in these epochs. "
+                "More --epochs or a larger --tolerance get further."
             )

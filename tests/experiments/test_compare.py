@@ -95,15 +95,18 @@ def test_sigterm_ends_the_runs_before_it_ends_their_parent(tmp_path: Path) -> No
     parent = subprocess.Popen([*command, "--threads", "1", "--quiet", "--out", str(tmp_path)])
     child = tmp_path / "rls-30-seed0"
     try:
+        deadline = time.monotonic() + 120
         while not (child / "metrics.jsonl").is_file():  # it trains
             assert parent.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         parent.send_signal(signal.SIGTERM)
         assert parent.wait(60) == 128 + signal.SIGTERM
         with RunFolder(child).locked():  # nobody else holds it
             pass
     finally:
-        parent.kill()
+        parent.terminate()
+        parent.wait(60)
 
 
 def test_table_columns_line_up() -> None:

@@ -142,6 +142,8 @@ def test_tolerance_is_ours_unless_another_is_asked_for(tmp_path: Path) -> None:
     assert runs["rls-paper"].pruning == PAPER
     with pytest.raises(ValueError, match=r"--tolerance -0\.1 is not valid: it must be a number, at least 0"):
         make_config("mnist-fnn", tolerance=-0.1)
+    with pytest.raises(ValueError, match="--tolerance is for rls, which is none of l1-norm"):
+        comparison("mnist-fnn", ["l1-norm"], [0], tmp_path, tolerance=0.2)
     with pytest.raises(ValueError, match="--tolerance is for rls: l1-norm"):
         make_config("mnist-fnn", "l1-norm", tolerance=0.1)
 

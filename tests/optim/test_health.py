@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import rlsprune
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.layer_step import WIND_UP_LIMIT, block_sizes
+from rlsprune.optim.team import Team
 
 
 def snapshot(model: nn.Module, optimizer: rlsprune.RLS) -> object:
@@ -128,6 +130,29 @@ def test_where_the_host_does_not_wait_the_numbers_are_the_same(
                 optimizer.step()
         results.append(model.state_dict())
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("call", ["step", "report_faults"])
+def test_a_warning_that_comes_later_points_at_the_line_that_gets_it(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepared("skip")
+    monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
+    break_input(model, torch.rand(4, 30)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="step skipped") as told:
+        getattr(optimizer, call)()
+    assert told[0].filename == __file__
+
+
+def test_the_rank_that_has_the_fault_names_it() -> None:
+    """And not "something on another rank", which is told on all others."""
+    team = Team.__new__(Team)
+    team.ranks, team._owners, team.fsdp = SimpleNamespace(all_true=lambda ok: ok), {}, False
+    flags = torch.ones(8, dtype=torch.bool)
+    flags[6] = False
+    checks = team.share_checks([([(i, f"layer {i}") for i in range(8)], flags)], torch.device("cpu"))
+    with pytest.raises(FloatingPointError, match=r"not finite: layer 6 \(and 1 more\)"):
+        FaultWatch("raise").gates(checks)
 
 
 def test_a_report_under_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

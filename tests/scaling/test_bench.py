@@ -24,8 +24,19 @@ def test_every_cost_is_a_ratio_to_momentum_sgd_and_the_network_is_left_alone() -
     assert adamw.state_bytes == 2 * weights + 4 * 4, "two moments, and a step count for each of four parameters"
     assert rls.state_bytes == sampling.state_bytes == weights + 4 * (7 * 7 + 33 * 33), "velocities and P"
     assert event.state_bytes is None
-    assert all(cost.quartiles[0] <= cost.ratio <= cost.quartiles[1] for cost in (adamw, rls, sampling, event))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is three times slower in one round changes no ratio."""
+    slow = iter([9.0] * 4 + [1.0, 2, 3, 4] + [3.0, 6, 9, 12])  # the first round does not count
+    event = iter([9.0, 10, 60])
+    monkeypatch.setattr("rlsprune.scaling.bench._step", lambda *_: next(slow))
+    monkeypatch.setattr("rlsprune.scaling.bench._event", lambda *_: next(event))
+    costs = measure_costs(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), torch.rand(4, 2), rounds=2)
+    assert [cost.ratio for cost in costs] == [1, 2, 3, 4, 15]
+    assert [cost.quartiles for cost in costs][3:] == [(4, 4), (12.5, 17.5)]
+    assert [cost.milliseconds for cost in costs][:2] == [2000, 4000]
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,3 +247,17 @@ def test_epoch_without_a_sound_batch_is_an_error() -> None:
         assert not guard.inputs(torch.tensor([math.nan]))
     with pytest.raises(FaultError, match="end of epoch 1: the training loss is inf"):
         guard.epoch_loss("training", math.inf)
+
+
+def test_sparse_gradients_are_looked_at_too() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, "raise")
+    guard.start_epoch(1, after_prune=False)
+    model(torch.tensor([1, 3])).sum().backward()
+    assert guard.step(optimizer)
+    optimizer.zero_grad()
+    (model(torch.tensor([1, 3])).sum() * math.inf).backward()
+    model[1].zero_grad()
+    with pytest.raises(FaultError, match=r"the gradient of '0\.weight' is not finite"):
+        guard.step(optimizer)

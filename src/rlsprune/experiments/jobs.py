@@ -107,7 +107,7 @@ def _ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # None: not of Python's making
 
 
 class _Processes:

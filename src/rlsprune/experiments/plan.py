@@ -55,9 +55,12 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
     """
     methods = list(dict.fromkeys(methods))
     ratio = options.pop("ratio", None)
-    for_rls = {name: options.pop(name, None) for name in ("target", "tolerance")}
+    for_rls = {option: options.pop(option, None) for option in ("target", "tolerance")}
     if "scratch" in methods and "rls" not in methods:
         methods.insert(0, "rls")  # whose shape it takes
+    for option, value in for_rls.items():
+        if value is not None and "rls" not in methods:
+            raise ValueError(f"--{option} is for rls, which is none of {', '.join(methods)}: leave it out")
     twins = list(dict.fromkeys(map(twin_of, methods)))
     runs = []
     for seed in seeds:

@@ -42,7 +42,7 @@ class FaultWatch:
         for device in gates:
             flags = torch.cat([flags.to(device, non_blocking=True) for _, flags in checks])
             if not waits:
-                return None if self._tell(_failed(names, flags)) else gates
+                return None if self._tell(_failed(names, flags), stacklevel=7) else gates
             gates[device] = flags.all()
             if device == waits[0]:
                 self._looks.append(_Look(names, flags))
@@ -55,12 +55,12 @@ class FaultWatch:
             wait: For results that are still under way on an accelerator.
         """
         while self._looks and (wait or len(self._looks) > _MOST_UNDER_WAY or self._looks[0].arrived):
-            self._tell(self._looks.popleft().failed())
+            self._tell(self._looks.popleft().failed(), stacklevel=4 if wait else 6)
 
     def __getstate__(self) -> dict[str, object]:
         return {"on_fault": self.on_fault, "_looks": deque()}  # what is under way on a device stays there
 
-    def _tell(self, failed: list[str]) -> bool:
+    def _tell(self, failed: list[str], stacklevel: int) -> bool:
         if not failed:
             return False
         message = (
@@ -71,7 +71,7 @@ class FaultWatch:
         if self.on_fault == "raise":
             self._looks.clear()
             raise FloatingPointError(message)
-        warnings.warn(f"step skipped, {message}", stacklevel=7)
+        warnings.warn(f"step skipped, {message}", stacklevel=stacklevel)
         return True
 
 

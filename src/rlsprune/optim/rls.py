@@ -220,9 +220,9 @@ class RLS(Optimizer):
         steps: list[LayerStep | PlainStep] = []
         checks = [] if self._team is None else self._team.share_means(self.param_groups, self._recorders)
         for place, group in enumerate(self.param_groups):
-            trained = [p for p in group["params"] if p.grad is not None]
             if self._team is not None and not self._team.owns(group):
                 continue
+            trained = [p for p in group["params"] if p.grad is not None]
             if not group["preconditioned"]:
                 steps += PlainStep.prepare(place, group, trained, group["lr"])
                 continue
@@ -230,10 +230,9 @@ class RLS(Optimizer):
             layer = None if idle else self._ready(place, group)
             if layer is not None:
                 layers.append(layer)
-                continue
-            unpack_all(self.state, group["params"])
-            if not idle:
-                steps += PlainStep.prepare(place, group, trained, self._fallback_lr)
+            else:
+                unpack_all(self.state, group["params"])  # the layers that it lies in memory with go on without it
+                steps += [] if idle else PlainStep.prepare(place, group, trained, self._fallback_lr)
         steps += [LayerStep.prepare(equal, self.state) for equal in equal_layers(layers, self.state)]
 
         checks += [check for step in steps for check in step.checks]

@@ -40,12 +40,10 @@ def pack(places: Sequence[tuple[Any, Any]]) -> Tensor:
     Args:
         places: Containers with their keys, which hold contiguous tensors of equal shape, dtype and device.
     """
+    if len(places) == 1:
+        return unpack(*places[0])
     tensors: list[Tensor] = [container[key] for container, key in places]
     first, whole = tensors[0], tensors[0]._base
-    if len(tensors) == 1:
-        unpack(*places[0])
-        alone: Tensor = places[0][0][places[0][1]]
-        return alone
     if (
         whole is not None
         and whole.shape == (len(tensors) * len(first), *first.shape[1:])
@@ -58,11 +56,12 @@ def pack(places: Sequence[tuple[Any, Any]]) -> Tensor:
     return whole
 
 
-def unpack(container: Any, key: Any) -> None:
+def unpack(container: Any, key: Any) -> Tensor:
     """Gives a tensor memory of its own, if it is part of a larger piece, which it would keep from being freed."""
     tensor: Tensor = container[key]
     if not is_sharded(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
-        container[key] = tensor.clone()
+        container[key] = tensor = tensor.clone()
+    return tensor
 
 
 def unpack_all(state: State, parameters: Iterable[Tensor]) -> None:

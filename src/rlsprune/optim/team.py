@@ -100,7 +100,8 @@ class Team:
         flags = [torch.ones(1, dtype=torch.bool), *(flags for _, flags in checks)]
         here = torch.cat([flag.to(device, non_blocking=True) for flag in flags]).all()
         everywhere = self.ranks.all_true(here).view(1)
-        return [*checks, ([(len(checks), "something on another rank, whose own message says what")], everywhere)]
+        last = 1 + max((place for names, _ in checks for place, _ in names), default=0)  # after what was found here
+        return [*checks, ([(last, "something on another rank, whose own message says what")], everywhere)]
 
     def publish(self, groups: Sequence[dict[str, Any]]) -> None:
         """Sends every layer's parameters from its owner to all others."""

@@ -138,7 +138,7 @@ class Pruner:
             statistics,
             min_channels,
             round_to,
-            {} if target is None else target,
+            dict(target) if isinstance(target, Mapping) else target or {},
         )
         self._ignore, self._on_prune = ignore if isinstance(ignore, str) else tuple(ignore), on_prune
         self._known_graph: ChannelGraph | None = self._find_graph()
@@ -187,7 +187,7 @@ class Pruner:
         return self._prune(None)
 
     def preview(self) -> PruneEvent | None:
-        """The event that `prune` would make, changing nothing; ``print`` shows it as a table."""
+        """The event that `prune` would make, with what that needs, changing nothing; ``print`` shows it as a table."""
         with self._surgery() as undo:
             event = self._event_within_target(None, undo)
             undo()

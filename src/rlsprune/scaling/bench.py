@@ -73,7 +73,7 @@ def measure_costs(model: nn.Module, inputs: Tensor, rounds: int = 5) -> list[Cos
     costs = []
     for name, values in seconds.items():
         ratios = [mine / theirs for mine, theirs in zip(values, reference, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         state = _state_bytes(runs[name][1]) if name in runs else None
         costs.append(Cost(name, middle, (low, high), 1e3 * statistics.median(values), state))
     return costs

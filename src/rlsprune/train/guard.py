@@ -150,7 +150,11 @@ class Guard:
         return times * max(1.0, sum(self._first) / len(self._first)) if self._first else math.inf
 
     def _check_gradients(self) -> None:
-        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            for name, p in self._model.named_parameters()
+            if p.grad is not None
+        }
         if (
             not gradients
             or not self._looks(next(iter(gradients.values())))
