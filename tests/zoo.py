@@ -440,8 +440,9 @@ def remove(
     """Remove units one group after the other, as an event does; a lost input feature is picked out by a hook."""
     for name, units in [(group.name, units) for group, units in chosen]:
         group = graph[name]
-        apply_cuts(model, plan_cuts([(group, units)]), optimizer)
-        graph.shrink({name: units})
+        cuts = plan_cuts([(group, units)])
+        apply_cuts(model, cuts, optimizer)
+        graph.shrink(cuts)
         if group.is_input:
             keep = torch.tensor([unit for unit in range(group.size) if unit not in units.tolist()])
             for member in group.consumers:

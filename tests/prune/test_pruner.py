@@ -214,6 +214,17 @@ def test_preview_shows_what_prune_does_and_changes_nothing() -> None:
     assert str(preview).replace("would be pruned", "pruned") == str(event)
 
 
+def test_preview_changes_nothing_in_double_precision_without_biases() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = make_pruner(model, optimizer, ratio=0.5)
+    train(model, optimizer, (20,), 1)
+    before = everything(model, optimizer)
+    assert pruner.preview() is not None
+    assert_unchanged(before, model, optimizer)
+
+
 def test_copies_shrink_with_the_model() -> None:
     model, optimizer = trained(fnn)
     pruner = make_pruner(model, optimizer)

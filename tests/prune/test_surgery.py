@@ -170,8 +170,9 @@ def test_several_groups_in_one_plan_equal_one_after_the_other() -> None:
     one, two = specimen.model(), specimen.model()
     graphs = [find_groups(model, specimen.inputs()) for model in (one, two)]
     chosen = some_units(graphs[0])
-    apply_cuts(one, plan_cuts(chosen))
-    graphs[0].shrink({group.name: units for group, units in chosen})
+    cuts = plan_cuts(chosen)
+    apply_cuts(one, cuts)
+    graphs[0].shrink(cuts)
     remove(two, graphs[1], chosen)
     for (name, tensor), other in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
         assert torch.equal(tensor, other), name

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlsprune._tensors import complement, memory_format
-from rlsprune.graph.groups import Group, Member, removed_channels, unit_index
+from rlsprune._tensors import memory_format
+from rlsprune.graph.groups import Axis, Group, Member, unit_index
 from rlsprune.graph.layers import axis_of, join
 
 
@@ -17,6 +17,10 @@ from rlsprune.graph.layers import axis_of, join
 class Cuts:
     """A plan. It names everything, so it fits the network and any copy of it with the same structure."""
 
+    units: dict[str, Tensor] = field(default_factory=dict)
+    """Name of a group → the units that go, ascending."""
+    stay: dict[Axis, Tensor] = field(default_factory=dict)
+    """Side of a layer → for each of its channels, whether it stays."""
     tensors: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Name of a parameter or buffer → dimension → indices along it that stay."""
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -34,12 +38,17 @@ def plan_cuts(removed: Sequence[tuple[Group, Tensor | Sequence[int]]]) -> Cuts:
     Raises:
         ValueError: if a unit does not exist, or a group would lose all.
     """
-    units = [(group, unit_index(group, which)) for group, which in removed]
-    gone = removed_channels(units)
-    members = {member.axis: member for group, _ in units for member in group.members}
     cuts = Cuts()
-    for axis, channels in gone.items():
-        _cut_member(cuts, members[axis], channels)
+    members: dict[Axis, Member] = {}
+    for group, which in removed:
+        units = cuts.units[group.name] = unit_index(group, which)
+        for member in group.members if len(units) else ():
+            if member.axis not in members:
+                members[member.axis] = member
+                cuts.stay[member.axis] = torch.ones(_channels(member), dtype=torch.bool)
+            cuts.stay[member.axis][member.index[units]] = False
+    for axis, member in members.items():
+        _cut_member(cuts, member, cuts.stay[axis].nonzero().flatten())
     return cuts
 
 
@@ -51,19 +60,30 @@ def cut(tensor: Tensor, dims: dict[int, Tensor]) -> Tensor:
     return result.contiguous(memory_format=memory_format(tensor))
 
 
-def _cut_member(cuts: Cuts, member: Member, gone: Tensor) -> None:
+def _channels(member: Member) -> int:
+    if member.dim is None:
+        return axis_of(member.module, member.side).size
+    return _lone_parameter(member).shape[member.dim]
+
+
+def _lone_parameter(member: Member) -> Tensor:
+    """The parameter that stands by itself."""
+    parameter = member.module._parameters[member.name.rpartition(".")[2]]
+    assert parameter is not None
+    return parameter
+
+
+def _cut_member(cuts: Cuts, member: Member, keep: Tensor) -> None:
     if member.dim is not None:
-        parameter = member.module._parameters[member.name.rpartition(".")[2]]
-        assert parameter is not None
-        _cut_tensor(cuts, member.name, parameter, member.dim, complement(parameter.shape[member.dim], gone))
+        _cut_tensor(cuts, member.name, _lone_parameter(member), member.dim, keep)
         return
     axis = axis_of(member.module, member.side)
-    keep = complement(axis.size, gone)
+    tensors = {**member.module._buffers, **member.module._parameters}
     for slab in axis.slabs:
-        tensor = {**member.module._buffers, **member.module._parameters}.get(slab.tensor)
+        tensor = tensors.get(slab.tensor)
         if tensor is not None:
             # Every group of a grouped convolution keeps the same offsets: those of the first say it all.
-            entries = keep[keep < axis.size // slab.groups]
+            entries = keep if slab.groups == 1 else keep[keep < axis.size // slab.groups]
             _cut_tensor(cuts, join(member.name, slab.tensor), tensor, slab.dim, entries)
     values = cuts.attributes.setdefault(member.name, {})
     values.update({name: len(keep) // divisor for name, divisor in axis.attributes.items()})

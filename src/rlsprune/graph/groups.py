@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from rlsprune._tensors import complement
 from rlsprune.graph.layers import Side
+
+if TYPE_CHECKING:
+    from rlsprune.graph.cuts import Cuts
 
 Axis = tuple[str, Side]
 
@@ -61,6 +67,11 @@ class Group:
         """Producers, carriers and consumers."""
         return self.producers + self.carriers + self.consumers
 
+    @cached_property
+    def axes(self) -> frozenset[Axis]:
+        """Of all members."""
+        return frozenset(member.axis for member in self.members)
+
 
 class ChannelGraph:
     """All groups of a network, in the order in which it runs, the groups of its inputs first.
@@ -85,15 +96,10 @@ class ChannelGraph:
                 return group
         raise KeyError(f"no group {name!r}; there are {', '.join(group.name for group in self.groups) or 'none'}")
 
-    def shrink(self, removed: Mapping[str, Tensor | Sequence[int]]) -> None:
-        """Renumber every group after units were removed; without running the network again.
-
-        Args:
-            removed: Name of a group → its units that went, as numbered before this call.
-        """
-        units = {name: unit_index(self[name], which) for name, which in removed.items()}
-        gone = removed_channels([(self[name], which) for name, which in units.items()])
-        self.groups = tuple(_renumber(group, units.get(group.name), gone) for group in self.groups)
+    def shrink(self, cuts: Cuts) -> None:
+        """Renumber every group after a plan was carried out; without running the network again."""
+        places = {axis: stay.cumsum(0) - 1 for axis, stay in cuts.stay.items()}
+        self.groups = tuple(_renumber(group, cuts.units.get(group.name), places) for group in self.groups)
 
 
 def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
@@ -102,7 +108,7 @@ def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
     Raises:
         ValueError: if a unit does not exist, or none would be left.
     """
-    index = _sorted_set(torch.as_tensor(units, dtype=torch.long).detach().cpu().flatten())
+    index: Tensor = torch.unique(torch.as_tensor(units, dtype=torch.long).detach().cpu())
     if len(index) and not 0 <= int(index[0]) <= int(index[-1]) < group.size:
         raise ValueError(f"{group.name}: units must lie in 0…{group.size - 1}, got {index.tolist()}")
     if len(index) == group.size:
@@ -110,37 +116,19 @@ def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
     return index
 
 
-def removed_channels(units: Sequence[tuple[Group, Tensor]]) -> dict[Axis, Tensor]:
-    """The channels that go along each axis, sorted, when these units of these groups go."""
-    parts: dict[Axis, list[Tensor]] = {}
-    for group, which in units:
-        if len(which):
-            for member in group.members:
-                parts.setdefault(member.axis, []).append(member.index[which].flatten())
-    return {axis: _sorted_set(torch.cat(part)) for axis, part in parts.items()}
-
-
-def _sorted_set(index: Tensor) -> Tensor:
-    found: Tensor = torch.unique(index)
-    return found
-
-
-def _renumber(group: Group, units: Tensor | None, gone: Mapping[Axis, Tensor]) -> Group:
-    keep = torch.ones(group.size, dtype=torch.bool)
-    if units is not None:
-        keep[units] = False
+def _renumber(group: Group, units: Tensor | None, places: Mapping[Axis, Tensor]) -> Group:
+    """The group without some units, its channels where they are now."""
+    if units is None and group.axes.isdisjoint(places):
+        return group
+    keep = torch.arange(group.size) if units is None else complement(group.size, units)
 
     def moved(member: Member) -> Member:
-        index = member.index[keep]
-        if member.axis in gone:
-            index = index - torch.searchsorted(gone[member.axis], index)
-        return replace(member, index=index)
+        index = member.index.index_select(0, keep)
+        return replace(member, index=places[member.axis][index] if member.axis in places else index)
 
-    if units is None and not any(member.axis in gone for member in group.members):
-        return group
     return replace(
         group,
-        size=int(keep.sum()),
+        size=len(keep),
         producers=tuple(map(moved, group.producers)),
         carriers=tuple(map(moved, group.carriers)),
         consumers=tuple(map(moved, group.consumers)),

@@ -5,14 +5,17 @@ it only where blocks of P are asked for: row sums and refits need one factorisat
 sampled rows X of a layer with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it:
 every answer goes through an m×m matrix, by Woodbury's identity.
 
-Systems are solved in float64, on the CPU where the device has none; a P that comes in float32 stays so otherwise. The
-bias, if the layer has one, is the last input.
+Matrices are factored in float64, on the CPU where the device has none. A P or rows that come in float32 stay so
+otherwise: the damping is far above the rounding of their products. The bias, if the layer has one, is the last input.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,15 +40,24 @@ class Inverse(Protocol):
     def blocks(self, rows: Tensor) -> Tensor:
         """``P_dd`` for each set of rows: ``(units, m)`` → ``(units, m, m)``."""
 
-    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
-        """The least-squares refit of a weight matrix (inputs × outputs) when the rows ``gone`` go.
+    def without(self, gone: Tensor) -> Removal[Inverse]:
+        """What changes when the inputs ``gone`` go."""
 
-        Returns:
-            ``W_k − P_kd P_dd⁻¹ W_d`` for the rows that stay, in their order.
-        """
 
-    def without(self, gone: Tensor) -> Inverse:
-        """The inverse autocorrelation of the inputs that stay (a Schur complement of P)."""
+_Left = TypeVar("_Left", bound=Inverse, covariant=True)
+
+
+@dataclass(frozen=True)
+class Removal(Generic[_Left]):
+    """What changes when some inputs go. Nothing is computed before it is asked for, and nothing twice."""
+
+    stay: Tensor
+    """The inputs that stay, ascending."""
+    refit: Callable[[Tensor], Tensor]
+    """From a weight matrix (inputs × outputs) to its least-squares refit, ``W_k − P_kd P_dd⁻¹ W_d``: the rows that
+    stay, in their order."""
+    left: Callable[[], _Left]
+    """The inverse autocorrelation of the inputs that stay (a Schur complement of P)."""
 
 
 class DenseInverse:
@@ -67,22 +79,28 @@ class DenseInverse:
         """See :class:`Inverse`."""
         return exact(self.P[rows.unsqueeze(-1), rows.unsqueeze(-2)])
 
-    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
+    def without(self, gone: Tensor) -> Removal[DenseInverse]:
         """See :class:`Inverse`."""
+        gone = gone.to(self.P.device)
         stay = complement(self.size, gone)
-        rows = self.P[gone]
-        explained = solve_positive(exact(rows[:, gone]), weights[gone]).to(self.P)
-        return weights[stay] - (rows[:, stay].mT @ explained).to(weights)
 
-    def without(self, gone: Tensor) -> DenseInverse:
-        """See :class:`Inverse`."""
-        stay = complement(self.size, gone)
-        rows = self.P[gone]
-        factor = cholesky_positive(exact(rows[:, gone])).to(self.P)
-        whitened = torch.linalg.solve_triangular(factor, rows[:, stay], upper=False)
-        smaller = self.P[stay][:, stay]
-        _add_square(smaller, whitened, -1.0)
-        return DenseInverse(smaller)
+        @cache
+        def split() -> tuple[Tensor, Tensor]:
+            """L, the factor of P_dd, and ``L⁻¹ P_dk``."""
+            rows = self.P.index_select(0, gone)
+            factor = cholesky_positive(exact(rows.index_select(1, gone)))
+            return factor, solve_lower(factor.to(self.P), rows.index_select(1, stay))
+
+        def refit(weights: Tensor) -> Tensor:
+            factor, whitened = split()
+            explained = solve_lower(factor, _rows(weights, gone)).to(self.P)
+            return _rows(weights, stay) - (whitened.mT @ explained).to(weights)
+
+        @cache
+        def left() -> DenseInverse:
+            return DenseInverse(_add_square(_sub_matrix(self.P, stay), split()[1], -1.0))
+
+        return Removal(stay, refit, left)
 
 
 class Autocorrelation:
@@ -97,30 +115,36 @@ class Autocorrelation:
         """How many inputs, with the bias."""
         return len(self.A)
 
+    @cached_property
+    def _factor(self) -> Tensor:
+        return cholesky_positive(self.A)
+
     def row_sums(self, inputs: int) -> Tensor:
         """See :class:`Inverse`."""
         wanted = torch.zeros(self.size, 1, dtype=self.A.dtype, device=self.A.device)
         wanted[:inputs] = 1
-        return solve_positive(self.A, wanted)[:inputs, 0]
+        return torch.cholesky_solve(wanted, self._factor)[:inputs, 0]
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
         if self._dense is None:
-            self._dense = DenseInverse(torch.cholesky_inverse(cholesky_positive(self.A)))
+            self._dense = DenseInverse(torch.cholesky_inverse(self._factor))
         return self._dense.blocks(rows)
 
-    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
-        """See :class:`Inverse`; here as ``W_k + A_kk⁻¹ A_kd W_d``, unless P is there already."""
-        if self._dense is not None:
-            return self._dense.refit(weights, gone)
+    def without(self, gone: Tensor) -> Removal[Autocorrelation]:
+        """See :class:`Inverse`; refits as ``W_k + A_kk⁻¹ A_kd W_d``, unless P is there already."""
+        gone = gone.to(self.A.device)
         stay = complement(self.size, gone)
-        rows = self.A[stay]
-        return weights[stay] + solve_positive(rows[:, stay], rows[:, gone] @ weights[gone])
 
-    def without(self, gone: Tensor) -> Autocorrelation:
-        """See :class:`Inverse`; of the autocorrelation, rows and columns just go."""
-        stay = complement(self.size, gone)
-        return Autocorrelation(self.A[stay][:, stay])
+        @cache
+        def left() -> Autocorrelation:
+            return Autocorrelation(_sub_matrix(self.A, stay))
+
+        def refit(weights: Tensor) -> Tensor:
+            explaining = _rows(self.A, stay).index_select(1, gone) @ _rows(weights, gone)
+            return _rows(weights, stay) + torch.cholesky_solve(explaining, left()._factor)
+
+        return Removal(stay, refit if self._dense is None else self._dense.without(gone).refit, left)
 
 
 class SampleInverse:
@@ -140,39 +164,45 @@ class SampleInverse:
         """How many inputs, with the bias."""
         return self.rows.shape[1]
 
-    def _factor(self, rows: Tensor) -> Tensor:
+    @cached_property
+    def _factor(self) -> Tensor:
         """Cholesky factor of ``XXᵀ/m + δI``."""
-        gram = rows @ rows.mT / len(rows)
+        m = len(self.rows)
+        gram = exact(_add_square(self.rows.new_zeros(m, m), self.rows.mT, 1 / m))
         gram.diagonal().add_(self.damping)
-        factor: Tensor = torch.linalg.cholesky(gram)
-        return factor
+        return cholesky_positive(gram)
 
+    @cached_property
     def _whitened(self) -> Tensor:
         """Y with ``P = (I − YᵀY) / δ``."""
-        whitened: Tensor = torch.linalg.solve_triangular(self._factor(self.rows), self.rows, upper=False)
-        return torch.div(whitened, math.sqrt(len(self.rows)))
+        return solve_lower(self._factor.to(self.rows), self.rows).div_(math.sqrt(len(self.rows)))
 
     def row_sums(self, inputs: int) -> Tensor:
         """See :class:`Inverse`."""
-        whitened = self._whitened()[:, :inputs]
-        return torch.div(1 - whitened.mT @ whitened.sum(1), self.damping)
+        whitened = self._whitened[:, :inputs]
+        return exact(torch.div(1 - whitened.mT @ whitened.sum(1), self.damping))
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
-        parts = self._whitened()[:, rows].movedim(1, 0)  # (units, m, rows of a unit)
+        parts = self._whitened[:, rows].movedim(1, 0)  # (units, m, rows of a unit)
         identity = torch.eye(rows.shape[-1], dtype=parts.dtype, device=parts.device)
-        return (identity - parts.mT @ parts) / self.damping
+        return exact((identity - parts.mT @ parts) / self.damping)
 
-    def refit(self, weights: Tensor, gone: Tensor) -> Tensor:
-        """See :class:`Inverse`; here as ``W_k + X_kᵀ (X_k X_kᵀ/m + δI)⁻¹ X_d W_d / m``."""
+    def without(self, gone: Tensor) -> Removal[SampleInverse]:
+        """See :class:`Inverse`; refits as ``W_k + X_kᵀ (X_k X_kᵀ/m + δI)⁻¹ X_d W_d / m``."""
+        gone = gone.to(self.rows.device)
         stay = complement(self.size, gone)
-        kept = self.rows[:, stay]
-        lost = self.rows[:, gone] @ weights[gone] / len(self.rows)
-        return weights[stay] + kept.mT @ torch.cholesky_solve(lost, self._factor(kept))
 
-    def without(self, gone: Tensor) -> SampleInverse:
-        """See :class:`Inverse`."""
-        return SampleInverse(self.rows[:, complement(self.size, gone)], self.damping)
+        @cache
+        def left() -> SampleInverse:
+            return SampleInverse(self.rows.index_select(1, stay), self.damping)
+
+        def refit(weights: Tensor) -> Tensor:
+            lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows) / len(self.rows)
+            explaining = torch.cholesky_solve(exact(lost), left()._factor).to(self.rows)
+            return _rows(weights, stay) + (left().rows.mT @ explaining).to(weights)
+
+        return Removal(stay, refit, left)
 
 
 def from_rows(rows: Tensor, damping: float) -> Inverse:
@@ -185,8 +215,7 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
     m, n = rows.shape
     tiny = torch.finfo(torch.float32).tiny
     if n > m:
-        return SampleInverse(exact(rows), damping * max(float(rows.square().mean()), tiny))
-    # The damping is far above the rounding of a product in float32, which takes half the time.
+        return SampleInverse(rows, damping * max(float(rows.square().mean()), tiny))
     autocorrelation = exact(_add_square(rows.new_zeros(n, n), rows, 1 / m))
     diagonal = autocorrelation.diagonal()
     diagonal += damping * diagonal.mean().clamp_min(tiny)
@@ -204,9 +233,18 @@ def _add_square(matrix: Tensor, Y: Tensor, scale: float) -> Tensor:
     return matrix
 
 
-def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
-    """``matrix⁻¹ right`` for a symmetric positive definite matrix; see `cholesky_positive`."""
-    return torch.cholesky_solve(right, cholesky_positive(matrix))
+def _rows(matrix: Tensor, which: Tensor) -> Tensor:
+    return matrix.index_select(0, which.to(matrix.device))
+
+
+def _sub_matrix(matrix: Tensor, stay: Tensor) -> Tensor:
+    return matrix.index_select(0, stay).index_select(1, stay)
+
+
+def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
+    """``L⁻¹ right`` for a lower triangular L."""
+    solution: Tensor = torch.linalg.solve_triangular(factor, right, upper=False)
+    return solution
 
 
 def cholesky_positive(matrix: Tensor) -> Tensor:
@@ -216,11 +254,14 @@ def cholesky_positive(matrix: Tensor) -> Tensor:
         FloatingPointError: The matrix is not positive definite or not finite.
     """
     for damping in _DAMPINGS:
-        damped = matrix.clone()
-        diagonal = damped.diagonal(dim1=-2, dim2=-1)
-        diagonal += damping * diagonal.mean(-1, keepdim=True)
+        damped = matrix
+        if damping:
+            damped = matrix.clone()
+            diagonal = damped.diagonal(dim1=-2, dim2=-1)
+            diagonal += damping * diagonal.mean(-1, keepdim=True)
         factor: Tensor
         factor, info = torch.linalg.cholesky_ex(damped)
-        if bool((info == 0).all()) and bool(factor.isfinite().all()):
+        # A number that is not finite makes the pivot of its row so; pivots are positive, so their sum tells.
+        if not bool(info.any()) and bool(factor.diagonal(dim1=-2, dim2=-1).sum().isfinite()):
             return factor
     raise FloatingPointError("P is not positive definite: optimizer.check() tells which layer's, reset() renews it")

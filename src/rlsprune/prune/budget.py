@@ -25,8 +25,8 @@ class Budget:
         if self._rates is None:
             params, flops = count(self._model, self._example_inputs)
             return {"params": params, "flops": flops}
-        weights = {name: self._model.get_parameter(join(name, "weight")) for name in self._rates}
-        flops = sum(rate * weights[name].numel() for name, rate in self._rates.items())
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        flops = sum(rate * parameters[join(name, "weight")].numel() for name, rate in self._rates.items())
         return {"params": parameter_count(self._model), "flops": flops}
 
     def reached(self) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph import Group, Member
 from rlsprune.graph.layers import axis_of
-from rlsprune.optim.inverse import Inverse, solve_positive
+from rlsprune.optim.inverse import Inverse, cholesky_positive, solve_lower
 from rlsprune.optim.layers import is_layer
 from rlsprune.optim.rows import input_rows, weight_matrix
 
@@ -102,7 +102,7 @@ def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
     for P, W, rows in zip(inverse_of(member.name), weight_matrix(layer), input_rows(layer, member.index), strict=True):
         blocks = P.blocks(rows.to(W.device))
         own = W.to(blocks.device)[rows.to(blocks.device)]  # (units, rows of a unit, outputs)
-        scores += (own * solve_positive(blocks, own)).sum((1, 2)).cpu()
+        scores += solve_lower(cholesky_positive(blocks), own).square().sum((1, 2)).cpu()
     return scores
 
 

@@ -44,8 +44,8 @@ def operate(
     Returns:
         Name of a group → the units that went, numbered as before the event.
     """
-    inverse_of = KnownInverses(source)
-    score = criterion(settings.criterion, inverse_of)
+    inverses = KnownInverses(source)
+    score = criterion(settings.criterion, inverses)
     removed: dict[str, list[int]] = {}
     with torch.no_grad():
         for name in [group.name for group in graph]:
@@ -53,7 +53,7 @@ def operate(
             if ranks is not None:
                 ranks.agree(f"which channels of {name!r} go", units)
             if units:
-                _remove(graph, graph[name], units, model, optimizer, copies, settings, inverse_of)
+                _remove(graph, graph[name], units, model, optimizer, copies, settings, inverses)
                 removed[name] = units
     return removed
 
@@ -94,17 +94,17 @@ def _remove(
     optimizer: Optimizer,
     copies: list[nn.Module],
     settings: Settings,
-    inverse_of: KnownInverses,
+    inverses: KnownInverses,
 ) -> None:
+    removals = inverses.remove(group, units, ask=settings.compensate)
     for network in (model, *map(inner, copies)):
         if settings.compensate:
-            compensate(network, group, units, inverse_of)
+            compensate(network, group, removals)
         for member in group.consumers if group.is_input else ():
             layer = network.get_submodule(member.name)
             assert isinstance(layer, nn.Linear)
             select_inputs(layer, complement(layer.in_features, member.index[units].flatten()))
-    inverse_of.remove(group, units)
     cuts = plan_cuts([(group, units)])
-    cut_inverses(model, optimizer, cuts, settings.inverse)
+    cut_inverses(model, optimizer, cuts, settings.inverse, removals if settings.statistics == "training" else {})
     apply_cuts(model, cuts, optimizer, copies)
-    graph.shrink({group.name: units})
+    graph.shrink(cuts)
