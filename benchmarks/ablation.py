@@ -26,9 +26,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},
     "no average": {"training": {"average": 0.0}},
     "average of two epochs": {"training": {"average": 2.0}},
-    "no noise": {"training": {"input_noise": 0.0}},
-    "noise of a tenth": {"training": {"input_noise": 0.1}},
-    "noise of three tenths": {"training": {"input_noise": 0.3}},
+    "images as they are": {"run": {"augment": None}},
+    "moved by up to 1": {"run": {"augment": "crop1"}},
+    "moved by up to 2": {"run": {"augment": "crop2"}},
+    "moved by up to 2, mirrored": {"run": {"augment": "crop2+flip"}},
+    "moved by up to 4, mirrored": {"run": {"augment": "crop+flip"}},
     "rate falls from 30 %": {"training": {"lr_decay": 0.7}},
     "rate stays": {"training": {"lr_decay": 0.0}},
     "25 % at a time": {"pruning": {"ratio": 0.25}},
@@ -42,7 +44,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "the paper's scores": {"pruning": {"criterion": "rls"}},
     "held out to the end": {"pruning": {"reunite": False}},
 }
-"""Name → what is changed in the settings of `rls`."""
+"""Name → what is changed in the settings of `rls`, those of the run itself under "run"."""
 
 
 def config_of(variant: str, options: argparse.Namespace, seed: int) -> RunConfig:
@@ -54,7 +56,7 @@ def config_of(variant: str, options: argparse.Namespace, seed: int) -> RunConfig
     assert config.pruning is not None
     pruning = replace(config.pruning, **changes.get("pruning", {}))
     training = replace(config.training, **changes.get("training", {}))
-    return replace(config, pruning=pruning, training=training, gate=pruning.gate)
+    return replace(config, pruning=pruning, training=training, gate=pruning.gate, **changes.get("run", {}))
 
 
 def validation_data(config: RunConfig, count: int) -> Dataset:

@@ -2,9 +2,11 @@
 
 Every method gets the same trained network and removes the same number of channels of every layer, but for criterion
 ``rls``, whose intersection lets fewer go: the share of parameters left is printed with each. What needs data (our exact
-statistics, Taylor's gradients) sees the same training images. Trained networks are kept in ``--cache``.
+statistics, Taylor's gradients) sees the same training images. Trained networks are kept in ``--cache``. ``--run`` takes
+the network of a finished run instead: one that has been pruned has little left to spare.
 
     python benchmarks/prune_accuracy.py --data-dir DATA --cache CACHE
+    python benchmarks/prune_accuracy.py --data-dir DATA --run runs/mnist-fnn-rls-seed0
     python benchmarks/prune_accuracy.py --quick
 """
 
@@ -14,7 +16,7 @@ import argparse
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,12 @@ from torch import Tensor, nn
 from torch_pruning.pruner import importance
 
 import rlsprune
-from rlsprune.data import Batches, Dataset, load
+from rlsprune.data import Batches, Dataset, Split, load
+from rlsprune.experiments.config import RunConfig
+from rlsprune.experiments.registry import experiment
+from rlsprune.experiments.run import load_data
 from rlsprune.models import FNN, MiniVGG
+from rlsprune.train.folder import RunFolder
 
 CALIBRATION_BATCHES = 16
 
@@ -62,8 +68,8 @@ class Trained:
     """A trained network, and what the methods may look at."""
 
     model: nn.Module
-    state: dict[str, Any]
-    """The optimizer's."""
+    state: dict[str, Any] | None
+    """The optimizer's, where it is known."""
     batches: list[tuple[Tensor, Tensor]]
     """Training images for statistics and gradients."""
     test: list[tuple[Tensor, Tensor]]
@@ -77,7 +83,8 @@ class Trained:
         """The network and its optimizer, to be pruned."""
         model = copy.deepcopy(self.model)
         optimizer = rlsprune.RLS(model)
-        optimizer.load_state_dict(self.state)
+        if self.state is not None:
+            optimizer.load_state_dict(self.state)
         return model, optimizer
 
     @torch.no_grad()
@@ -95,11 +102,10 @@ def prepare(case: Case, batch_norm: bool, data: Dataset, seed: int, cache: Path 
     # The paper's η = 1 is for networks without batch norm; the mini-VGG with it diverges.
     optimizer = rlsprune.RLS(model, lr=0.1 if batch_norm else 1.0)
 
-    def shaped(images: Tensor) -> Tensor:
-        return images.flatten(1) if case.flat else images.contiguous(memory_format=torch.channels_last)
-
-    images, labels = data.train.images[: case.train_images], data.train.labels[: case.train_images]
-    batches = Batches(images, labels, case.batch, seed=seed, augment=case.augment)
+    train = data.train.select(torch.arange(case.train_images))
+    test = data.test.select(torch.arange(case.test_images))
+    options: dict[str, Any] = {"flat": case.flat, "channels_last": not case.flat}
+    batches = Batches(train.images, train.labels, case.batch, seed=seed, augment=case.augment, **options)
     slug = "".join(c if c.isalnum() else "-" for c in case.title)
     path = cache / f"{slug}-bn{int(batch_norm)}-seed{seed}.pt" if cache is not None else None
     if path is not None and path.exists():
@@ -109,16 +115,30 @@ def prepare(case: Case, batch_norm: bool, data: Dataset, seed: int, cache: Path 
     else:
         for _ in range(case.epochs):
             for batch, targets in batches:
-                train_step(model, [optimizer], shaped(batch), targets)
+                train_step(model, [optimizer], batch, targets)
         state = optimizer.state_dict()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"model": model.state_dict(), "optimizer": state}, path)
     optimizer.close()
-    seen = Batches(images, labels, 128, seed=seed + 1)
-    calibration = [(shaped(batch), targets) for batch, targets in islice(seen, CALIBRATION_BATCHES)]
-    held = Batches(data.test.images[: case.test_images], data.test.labels[: case.test_images], 250, shuffle=False)
-    return Trained(model, state, calibration, [(shaped(batch), targets) for batch, targets in held])
+    return ready(model, state, train, test, case.flat, seed)
+
+
+def of_run(folder: Path, data_dir: str | None) -> Trained:
+    """The network of a finished run, with its data."""
+    config = RunConfig.from_dict(RunFolder(folder).read_json("config"))
+    data = load_data(replace(config, data_dir=data_dir or config.data_dir))
+    model = rlsprune.load(folder / "model.safetensors", into=experiment(config.experiment).build())
+    return ready(model, None, data.train, data.test, not experiment(config.experiment).convolutional, config.seed)
+
+
+def ready(model: nn.Module, state: dict[str, Any] | None, train: Split, test: Split, flat: bool, seed: int) -> Trained:
+    """With batches of the size that the methods are given."""
+    model.to(memory_format=torch.channels_last)
+    options: dict[str, Any] = {"flat": flat, "channels_last": not flat}
+    seen = Batches(train.images, train.labels, 128, seed=seed + 1, **options)
+    held = Batches(test.images, test.labels, 250, shuffle=False, **options)
+    return Trained(model, state, list(islice(seen, CALIBRATION_BATCHES)), list(held))
 
 
 def rivals(batch_norm: bool) -> dict[str, Any]:
@@ -132,7 +152,7 @@ def rivals(batch_norm: bool) -> dict[str, Any]:
 
 
 OURS: dict[str, dict[str, Any]] = {
-    "ours: l1, not compensated": {"criterion": "l1", "compensate": False, "statistics": "training"},
+    "ours: l1, not compensated": {"criterion": "l1", "compensate": False},
     "ours: l1, training P": {"criterion": "l1", "statistics": "training"},
     "ours: l1, exact P": {"criterion": "l1"},
     "ours: rls, exact P": {"criterion": "rls"},
@@ -159,7 +179,7 @@ def prune_by_ours(trained: Trained, ratios: dict[str, float], **settings: Any) -
     """Our event, on a copy."""
     model, optimizer = trained.fresh()
     pruner = rlsprune.Pruner(model, optimizer, trained.example, ratio=ratios, patience=None, **settings)
-    if settings.get("statistics") != "training":
+    if settings.get("statistics") != "training" and settings.get("compensate", True):
         pruner.calibrate(trained.batches)
     pruner.prune()
     return model
@@ -174,23 +194,23 @@ def shares_gone(before: nn.Module, after: nn.Module) -> dict[str, float]:
     return {name: 1 - widths[1][name] / width for name, width in widths[0].items() if widths[1][name] < width}
 
 
-def compare(case: Case, batch_norm: bool, seed: int, args: argparse.Namespace) -> None:
+def compare(title: str, trained: Trained, args: argparse.Namespace) -> None:
     """Prints precision after the event, for each method and ratio."""
-    data = load(case.data, args.data_dir)
-    trained = prepare(case, batch_norm, data, seed, args.cache)
     whole = sum(p.numel() for p in trained.model.parameters())
-    kind = "with batch norm" if batch_norm else "without batch norm"
-    print(f"\n{case.title}, {kind}, seed {seed}: {trained.precision(trained.model):.2f} % unpruned")
+    print(f"\n{title}: {trained.precision(trained.model):.2f} %")
     print(f"| {'method':<27} | " + " | ".join(f"{ratio:.0%} of every layer" for ratio in args.ratios) + " |")
     print("|---|" + "---:|" * len(args.ratios))
     ratios: dict[float, dict[str, float]] = {}
-    for name in [*rivals(batch_norm), *OURS]:
+    scores = rivals(any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in trained.model.modules()))
+    for name in [*scores, *OURS]:
+        if trained.state is None and name in OURS and OURS[name].get("statistics") == "training":
+            continue  # which needs the P of the training
         cells = []
         for ratio in args.ratios:
             if name in OURS:
                 model = prune_by_ours(trained, ratios[ratio], **OURS[name])
             else:
-                model = prune_by_rival(trained, rivals(batch_norm)[name], ratio)
+                model = prune_by_rival(trained, scores[name], ratio)
                 # So that ours removes exactly as many: torch-pruning rounds what stays down.
                 ratios[ratio] = shares_gone(trained.model, model)
             left = sum(p.numel() for p in model.parameters()) / whole
@@ -202,6 +222,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=CASES, help="default: all")
+    parser.add_argument("--run", type=Path, help="the folder of a finished run, whose network is taken")
     parser.add_argument("--batch-norm", choices=("no", "yes", "both"), default="both")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.4])
     parser.add_argument("--data-dir", help="where MNIST and CIFAR-10 lie; default: RLSPRUNE_DATA")
@@ -213,10 +234,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", module="torch_pruning")
     cases = [QUICK] if args.quick else [CASES[args.network]] if args.network else list(CASES.values())
+    if args.run is not None:
+        compare(args.run.name, of_run(args.run, args.data_dir), args)
+        return
     for case in cases:
         for batch_norm in {"no": [False], "yes": [True], "both": [False, True]}[args.batch_norm]:
             for seed in args.seeds:
-                compare(case, batch_norm, seed, args)
+                kind = "with batch norm" if batch_norm else "without batch norm"
+                trained = prepare(case, batch_norm, load(case.data, args.data_dir), seed, args.cache)
+                compare(f"{case.title}, {kind}, seed {seed}", trained, args)
 
 
 if __name__ == "__main__":

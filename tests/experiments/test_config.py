@@ -26,12 +26,24 @@ def test_paper_preset_is_the_paper_s() -> None:
         assert config.pruning == PAPER
         assert config.gate == "batch"
         assert make_config(name, "l1-norm", preset="paper").prune_epoch == 31
-    assert make_config("cifar10-vgg", preset="paper").augment == "crop+flip"
+    augments = {name: make_config(name, "rls-paper", preset="paper").augment for name in ("cifar10-vgg", "svhn-vgg")}
+    assert augments == {"cifar10-vgg": "crop+flip", "svhn-vgg": None}
+
+
+def test_ours_and_scratch_move_the_images_unless_told_not_to() -> None:
+    words = {method: make_config("mnist-fnn", method).augment for method in METHODS}
+    assert {method for method, word in words.items() if word} == {"rls", "scratch"}
+    assert words["rls"] == "crop1"
+    assert make_config("mnist-fnn", "rls", augment=False).augment is None
+    assert make_config("svhn-vgg", "l1-norm", augment=True).augment == "crop2"
+    for asked, expected in ((None, "crop1"), (True, "crop1"), (False, None)):
+        runs = comparison("mnist-fnn", ["rls"], [0], Path("out"), augment=asked)
+        assert {run.label: run.config.augment for run in runs} == {"rls-unpruned": expected, "rls": expected}
 
 
 def test_training_settings_outside_their_range_are_named() -> None:
-    with pytest.raises(ValueError, match=r"input_noise=1\.0"):
-        TrainingSettings(input_noise=1.0)
+    with pytest.raises(ValueError, match=r"lr_decay=1\.0"):
+        TrainingSettings(lr_decay=1.0)
 
 
 def test_rivals_are_trained_by_momentum_and_ours_by_rls() -> None:

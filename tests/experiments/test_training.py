@@ -1,4 +1,4 @@
-"""Learning rate, noise and averaging of a run, and the tolerance of its gate."""
+"""Learning rate and averaging of a run, and the tolerance of its gate."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,25 +36,6 @@ def test_learning_rate_stays_and_then_falls_to_zero(tmp_path: Path, tiny: dict[s
     assert rates[:half] == [1.0] * half
     assert rates[half:] == pytest.approx([1 - step / half for step in range(half)])
     assert live.optimizer.param_groups[0]["lr"] == 0
-
-
-def test_noise_zeroes_its_share_keeps_the_mean_and_spares_evaluation(tmp_path: Path, tiny: dict[str, Any]) -> None:
-    live = current(tmp_path, tiny, TrainingSettings(input_noise=0.25), epochs=1)
-    state = live.batches.state_dict()
-    clean = torch.cat([inputs for inputs, _ in live.batches])
-    live.batches.load_state_dict(state)
-    noisy = torch.cat([inputs for inputs, _ in live._noisy(live.batches)])
-    gone = (noisy == 0) & (clean != 0)
-    assert (noisy[~gone] - clean[~gone] / 0.75).abs().max() < 1e-6
-    assert gone.sum() / (clean != 0).sum() == pytest.approx(0.25, abs=0.02)
-    assert live._evaluate(live.data.test) == live._evaluate(live.data.test)
-
-
-def test_no_noise_leaves_the_random_state_alone(tmp_path: Path, tiny: dict[str, Any]) -> None:
-    live = current(tmp_path, tiny, TrainingSettings(), epochs=1)
-    before = torch.get_rng_state()
-    list(live._noisy(live.batches))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_evaluated_is_the_moving_average(tmp_path: Path, tiny: dict[str, Any]) -> None:

@@ -365,3 +365,15 @@ class TestNoTrace:
 def test_importing_the_graph_does_not_import_torch_pruning() -> None:
     code = "import sys, rlsprune.graph; sys.exit('torch_pruning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_map_that_leads_in_a_circle_is_left_alone() -> None:
+    def forward(m: Custom, x: Tensor) -> Tensor:
+        b = m.b(x).relu()
+        # 8 × 16 flattened features and 8 means: torch-pruning takes them for 8 × 17, and every time round for more.
+        return m.head(torch.cat([(m.e(x) + b).flatten(1), b.mean((2, 3))], 1))
+
+    layers = {"b": nn.Conv2d(3, 8, 3, padding=1), "e": nn.Conv2d(3, 8, 1), "head": nn.Linear(8 * 16 + 8, 10)}
+    graph = find_groups(Custom(forward, **layers), torch.rand(2, 3, 4, 4))
+    assert not any(group.name in ("b", "e") for group in graph)
+    assert any("circle" in why for why in graph.skipped.values())

@@ -113,3 +113,15 @@ def test_a_refit_after_scores_is_the_same(problem: tuple[Tensor, ...]) -> None:
     scored.blocks(torch.arange(len(autocorrelation)).unsqueeze(1))
     refits = [P.without(gone).refit(weights) for P in (fresh, scored)]
     torch.testing.assert_close(*refits, rtol=1e-8, atol=1e-8)
+
+
+def test_rows_in_single_precision_with_one_input_that_outweighs_all_others() -> None:
+    rows = 1e-3 * torch.rand(64, 2000, generator=torch.Generator().manual_seed(0))
+    rows[:, 7] = torch.linspace(1, 2, 64)
+    P, reference = from_rows(rows, 1e-3), from_rows(rows.double(), 1e-3)
+    units = torch.arange(2000).view(-1, 1)
+    assert (P.blocks(units) > 0).all()
+    torch.testing.assert_close(P.blocks(units), reference.blocks(units), rtol=1e-3, atol=0)
+    gone, weights = torch.arange(0, 2000, 3), torch.rand(2000, 2).double()
+    removals = [form.without(gone) for form in (P, reference)]
+    torch.testing.assert_close(removals[0].refit(weights), removals[1].refit(weights), rtol=1e-3, atol=1e-3)

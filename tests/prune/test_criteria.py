@@ -134,3 +134,28 @@ def test_a_users_criterion_sees_the_group_and_decides() -> None:
     assert event.removed == {"input": [18, 19], "0": [18, 19, 20, 21, 22, 23], "2": [12, 13, 14, 15]}
     assert pruner.kept_inputs.tolist() == list(range(18))
     train(model, optimizer, (20,), 2)
+
+
+@pytest.mark.parametrize("statistics", ["exact", "training"])
+def test_of_channels_that_stand_in_for_each_other_obs_leaves_one(statistics: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    with torch.no_grad():
+        # Units 0, 1 and 2 are the same; each scores nothing as long as another is there. Unit 5 says little by itself.
+        for unit in (1, 2):
+            model[0].weight[unit], model[0].bias[unit] = model[0].weight[0], model[0].bias[0]
+        model[0].bias += 1  # all units are active
+        model[2].weight[:] = torch.tensor([1.0, 1.0, 1.0, 2.0, -2.0, 0.5])
+    optimizer = rlsprune.RLS(model, lr=1e-9, momentum=0.0, p0=1e3, mean_scale=1.0)
+    options = {"criterion": "obs", "statistics": statistics, "ratio": 0.5, "input_ratio": 0}
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(2, 6).double(), **options)
+    inputs = torch.rand(256, 6).double()
+    for batch in inputs.split(1):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    before = model(inputs)
+    removed = pruner.prune().removed["0"]
+    assert 5 in removed
+    assert len({0, 1, 2} & set(removed)) == 2
+    assert (model(inputs) - before).abs().max() < 0.1 * before.abs().max()

@@ -37,6 +37,9 @@ def test_a_tolerance_lets_the_loss_rise_by_a_share() -> None:
     assert gate.step(1.11) is Decision.TRAIN
     assert gate.step(1.09) is Decision.PRUNE
     assert gate.recovered
+    gate.pruned(1.09, changed=True)
+    assert gate.step(1.11) is Decision.TRAIN, "the loss does not drift away step by step"
+    assert gate.step(1.09) is Decision.PRUNE
 
 
 def test_an_event_that_changed_nothing_needs_no_recovery() -> None:

@@ -47,7 +47,7 @@ def tiny_recipe(**changes: Any) -> Recipe:
         batch_size=16,
         seed=0,
         threads=1,
-        training=TrainingSettings(lr_decay=0.4, input_noise=0.1, average=0.5),
+        training=TrainingSettings(lr_decay=0.4, average=0.5),
     )
     return replace(recipe, **changes)
 

@@ -12,7 +12,6 @@ import typer
 
 from rlsprune.commands import folders, options
 from rlsprune.distributed.session import leads
-from rlsprune.experiments.config import AUGMENTS
 from rlsprune.experiments.registry import OPTIMIZERS
 from rlsprune.own.config import BATCH_NORM_RATE, LEARNING_RATES, FitConfig, make_fit_config
 from rlsprune.train.settings import OURS
@@ -73,7 +72,8 @@ def fit(
         int | None, typer.Option("--channels", help="1: grey, 3: colour. Default: grey if all images are.")
     ] = None,
     augment: Annotated[
-        str | None, typer.Option("--augment", help=f"Vary the images in training: {', '.join(AUGMENTS)}.")
+        str | None,
+        typer.Option("--augment", help="Vary the images in training: crop shifts, crop+flip mirrors too, crop2 less."),
     ] = None,
     average: Annotated[
         float, typer.Option("--average", help="Keep the moving average of the weights over so many epochs; 0: none.")

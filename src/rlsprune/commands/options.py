@@ -64,7 +64,7 @@ Tolerance = Annotated[
     float | None,
     typer.Option(
         "--tolerance",
-        help=f"How far above the loss at the last prune is recovered, as a share of it. Default: {OURS.tolerance}.",
+        help=f"How far above the least loss at a prune is recovered, as a share of it. Default: {OURS.tolerance}.",
     ),
 ]
 Warmup = Annotated[
@@ -95,7 +95,11 @@ BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per 
 TrainImages = Annotated[int | None, typer.Option("--train-images", help="Train on so many images only.")]
 TestImages = Annotated[int | None, typer.Option("--test-images", help="Test on so many images only.")]
 Augment = Annotated[
-    bool | None, typer.Option("--augment/--no-augment", help="Shift images (and mirror CIFAR-10's) at random.")
+    bool | None,
+    typer.Option(
+        "--augment/--no-augment",
+        help="Shift images (and mirror CIFAR-10's) at random. Default: rls and scratch do, others do not.",
+    ),
 ]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Where the data lie. Default: RLSPRUNE_DATA, then the cache folder.")

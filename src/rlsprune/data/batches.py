@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Augment = Literal["crop", "crop+flip"]
-
-_PAD = 4
-_OFFSETS = 2 * _PAD + 1
+from rlsprune.data.augmentation import parse_augmentation
 
 
 class Batches:
@@ -32,7 +29,8 @@ class Batches:
         shuffle: a new order each epoch; False: the given order.
         drop_last: leave out a last batch that is smaller.
         images_per_epoch: how many of the images an epoch takes, others each time; None: all.
-        augment: "crop": shift by up to 4 pixels, with black coming in; "crop+flip": and mirror every second image.
+        augment: "crop": shift by up to 4 pixels, with black coming in ("crop2": by up to 2); "crop+flip": and mirror
+            every second image.
         channels_last: the memory format in which convolutions are faster on a CPU.
         flat: give (N, features), whatever the shape.
 
@@ -56,7 +54,7 @@ class Batches:
         shuffle: bool = True,
         drop_last: bool = False,
         images_per_epoch: int | None = None,
-        augment: Augment | None = None,
+        augment: str | None = None,
         channels_last: bool = False,
         flat: bool = False,
     ) -> None:
@@ -76,8 +74,6 @@ class Batches:
             raise ValueError(f"images_per_epoch {images_per_epoch} must be in 1…{len(images)}, and shuffle be on")
         if drop_last and len(images) < batch_size:
             raise ValueError(f"drop_last leaves no batch: {len(images)} images, batch_size {batch_size}")
-        if augment not in (None, "crop", "crop+flip"):
-            raise ValueError(f'augment must be None, "crop" or "crop+flip", not {augment!r}')
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be on the CPU, not on {generator.device}")
         self.images = images
@@ -86,7 +82,7 @@ class Batches:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.images_per_epoch = len(images) if images_per_epoch is None else images_per_epoch
-        self.augment = augment
+        self.augment = None if augment is None else parse_augmentation(augment)
         self.generator = generator if generator is not None else torch.Generator().manual_seed(seed)
         self.flat = flat
         self._format = torch.channels_last if channels_last else torch.contiguous_format
@@ -102,8 +98,8 @@ class Batches:
         order = torch.randperm(count, generator=self.generator).to(device) if self.shuffle else None
         shifts = flips = None
         if self.augment is not None:
-            shifts = torch.randint(_OFFSETS, (2, count), generator=self.generator).to(device)
-        if self.augment == "crop+flip":
+            shifts = torch.randint(2 * self.augment.shift + 1, (2, count), generator=self.generator).to(device)
+        if self.augment is not None and self.augment.flip:
             flips = torch.randint(2, (count,), generator=self.generator).bool().to(device)
         return self._batches(order, shifts, flips)
 
@@ -116,8 +112,8 @@ class Batches:
                 images, labels = self.images[batch], self.labels[batch]
             else:
                 images, labels = (x.index_select(0, order[batch]) for x in (self.images, self.labels))
-            if shifts is not None:
-                images = shifted(images, shifts[0, batch], shifts[1, batch])
+            if shifts is not None and self.augment is not None:
+                images = shifted(images, shifts[0, batch], shifts[1, batch], self.augment.shift)
             if flips is not None:
                 images = torch.where(flips[batch, None, None, None], images.flip(-1), images)
             values = images.to(torch.float32, memory_format=self._format)
@@ -134,15 +130,16 @@ class Batches:
         self.generator.set_state(state["generator"].cpu())
 
 
-def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Cuts a window of the images' own size out of each image, padded by four black pixels on every side.
+def shifted(images: Tensor, down: Tensor, right: Tensor, margin: int) -> Tensor:
+    """Cuts a window of the images' own size out of each image, padded by black pixels on every side.
 
     Args:
         images: (B, C, H, W).
-        down: (B,), the window's top row in the padded image, 0…8; 4 is the image itself.
+        down: (B,), the window's top row in the padded image; the margin is the image itself.
         right: (B,), the same for its left column.
+        margin: How many pixels on every side.
     """
     height, width = images.shape[-2:]
-    # All windows as a view, (B, C, 9, 9, H, W), of which one per image is copied.
-    windows = pad(images, (_PAD,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    # All windows as a view, (B, C, shifts, shifts, H, W), of which one per image is copied.
+    windows = pad(images, (margin,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     return windows[torch.arange(len(images), device=images.device), :, down, right]

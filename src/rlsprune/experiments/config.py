@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rlsprune.data.augmentation import parse_augmentation
 from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experiment
 from rlsprune.train.plain import from_plain
 from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings, check_option
@@ -14,7 +15,6 @@ __all__ = ["PAPER", "RunConfig", "make_config"]
 
 GATES = ("train", "batch", "valid")
 LOSSES = ("mse", "cross-entropy")
-AUGMENTS = ("crop", "crop+flip")
 
 
 PAPER = PruningSettings(
@@ -75,7 +75,7 @@ class RunConfig:
         _among("loss", self.loss, LOSSES)
         _among("on_fault", self.on_fault, ON_FAULT)
         if self.augment is not None:
-            _among("augment", self.augment, AUGMENTS)
+            parse_augmentation(self.augment)
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
             check_option(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
         for name in ("prune_epoch", "train_images", "test_images"):
@@ -129,9 +129,9 @@ def make_config(
         preset: "short" or "paper".
         ratio: ξ of our methods.
         target: The share of the parameters at which `rls` stops pruning; None for the experiment's.
-        tolerance: How far above the loss at the last prune, as a share of it, the gate of `rls` still opens.
+        tolerance: How far above the least loss at any prune, as a share of it, the gate of `rls` still opens.
         gate: None for the method's own.
-        augment: None for the preset's.
+        augment: None for the preset's; `rls` and `scratch` train with it unless it is False.
         unpruned: The method's unpruned twin.
         **given: Other fields of `RunConfig`; None for the preset's.
 
@@ -155,7 +155,8 @@ def make_config(
         ours = replace(ours, **own)
     if ours is not None and gate is not None:
         ours = replace(ours, gate=gate)
-    augmented = chosen.augment if augment is None else augment
+    like_ours = method in ("rls", "scratch")
+    augmented = like_ours or chosen.augment if augment is None else augment
     epochs = values.pop("epochs", chosen.epochs)
     warmup = values.pop("warmup_epochs", chosen.warmup_epochs)
     prune_epoch = values.pop("prune_epoch", warmup + 1)
@@ -169,14 +170,14 @@ def make_config(
             "prune_epoch": None if unpruned else prune_epoch,
             "gate": gate or (ours.gate if ours else "train"),
             "pruning": ours and ours.over(epochs),
-            "training": experiment(name).training if method in ("rls", "scratch") else TrainingSettings(),
+            "training": experiment(name).training if like_ours else TrainingSettings(),
             "seed": 0,
             "epochs": epochs,
             "loss": experiment(name).loss,
             "batch_size": chosen.batch_size,
             "train_images": chosen.train_images,
             "test_images": chosen.test_images,
-            "augment": experiment(name).augmentation if augmented else None,
+            "augment": chosen.augmentation if augmented else None,
             "device": "cpu",
             "threads": 1,
             "shape_from": None,

@@ -69,9 +69,9 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
             own: dict[str, Any] = {
                 "rls": {"ratio": ratio, **for_rls},
                 "rls-paper": {"ratio": ratio},
-                "rls-unpruned": {"training": experiment(name).training},
+                "rls-unpruned": {"training": experiment(name).training, "augment": options.get("augment") is not False},
             }.get(label, {})
-            config = make_config(name, seed=seed, **settings, **own, **options)
+            config = make_config(name, seed=seed, **{**options, **settings, **own})
             runs.append(PlannedRun(label, config, _folder(out, label, seed)))
     return [_after_rls(run, out) if run.label == "scratch" else run for run in runs]
 

@@ -19,7 +19,7 @@ OPTIMIZERS = ("rls", "sgd", "adamw")
 PRESETS = ("short", "paper")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preset:
     """How much to train."""
 
@@ -30,9 +30,12 @@ class Preset:
     """None for all."""
     test_images: int | None = None
     """None for all."""
-    augment: bool = False
     batch_size: int = 128
     """M"""
+    augmentation: str
+    """What augmenting means here, as `parse_augmentation` reads it: digits are not mirrored."""
+    augment: bool = False
+    """Whether all methods are trained with it by default; `rls`, `scratch` and their unpruned twin are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,6 @@ class Experiment:
     title: str
     dataset: str
     network: Literal["fnn", "mini-vgg", "resnet20"]
-    augmentation: Literal["crop", "crop+flip"]
-    """What augmenting means here: digits are not mirrored."""
     table: int | None
     """The number of the paper's table."""
     structured_ratio: float
@@ -83,60 +84,65 @@ class Experiment:
 
 # In the few hundred steps that batches of 128 would make of so few images, momentum SGD does not even leave its first
 # plateau, and there would be nothing to compare.
-_SHORT_CONVOLUTIONAL = Preset(10, 3, train_images=5000, test_images=2000, batch_size=32)
+def _short_convolutional(augmentation: str) -> Preset:
+    return Preset(
+        epochs=10, warmup_epochs=3, train_images=5000, test_images=2000, batch_size=32, augmentation=augmentation
+    )
 
-_NOISY = TrainingSettings(lr_decay=0.4, average=1.0, input_noise=0.1)
-_PLAIN = TrainingSettings(lr_decay=0.4, average=1.0)
+
+def _paper(augmentation: str, augment: bool = False) -> Preset:
+    return Preset(epochs=200, warmup_epochs=30, augmentation=augmentation, augment=augment)
 
 
-def _fnn(name: str, title: str, dataset: str, short: Preset) -> Experiment:
+_TRAINING = TrainingSettings(lr_decay=0.4, average=1.0)
+
+
+def _fnn(name: str, title: str, dataset: str, epochs: int) -> Experiment:
     return Experiment(
         name=name,
         title=title,
         dataset=dataset,
         network="fnn",
-        augmentation="crop",
         table=1,
         structured_ratio=0.7,
         weight_ratio=0.7,
         soft_ratio=0.3,
-        presets={"short": short, "paper": Preset(200, 30)},
-        training=_NOISY,
+        presets={"short": Preset(epochs=epochs, warmup_epochs=3, augmentation="crop1"), "paper": _paper("crop1")},
+        training=_TRAINING,
         pruning=OURS,
     )
 
 
-def _vgg(
-    name: str, title: str, dataset: str, augmentation: Literal["crop", "crop+flip"], table: int, paper: Preset
-) -> Experiment:
+def _vgg(name: str, title: str, dataset: str, table: int, presets: Mapping[str, Preset]) -> Experiment:
     return Experiment(
         name=name,
         title=title,
         dataset=dataset,
         network="mini-vgg",
-        augmentation=augmentation,
         table=table,
         structured_ratio=0.5,
         weight_ratio=0.5,
         soft_ratio=0.3,
-        presets={"short": _SHORT_CONVOLUTIONAL, "paper": paper},
-        training=_PLAIN,
+        presets=presets,
+        training=_TRAINING,
         pruning=replace(OURS, target=0.06),
     )
 
+
+_CIFAR10 = {"short": _short_convolutional("crop2+flip"), "paper": _paper("crop+flip", augment=True)}
+_SVHN = {"short": _short_convolutional("crop2"), "paper": _paper("crop")}
 
 _RESNET = Experiment(
     name="cifar10-resnet20",
     title="ResNet-20 on CIFAR-10",
     dataset="cifar10",
     network="resnet20",
-    augmentation="crop+flip",
     table=None,
     structured_ratio=0.5,
     weight_ratio=0.5,
     soft_ratio=0.3,
-    presets={"short": _SHORT_CONVOLUTIONAL, "paper": Preset(200, 30, augment=True)},
-    training=_PLAIN,
+    presets=_CIFAR10,
+    training=_TRAINING,
     pruning=replace(OURS, target=0.25),  # where the rivals end with half of every layer
     loss="cross-entropy",
     rate=0.1,
@@ -145,10 +151,10 @@ _RESNET = Experiment(
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
-        _fnn("digits-fnn", "FNN on the embedded digits", "digits", Preset(40, 3)),
-        _fnn("mnist-fnn", "FNN on MNIST", "mnist", Preset(20, 3)),
-        _vgg("cifar10-vgg", "mini-VGG on CIFAR-10", "cifar10", "crop+flip", 2, Preset(200, 30, augment=True)),
-        _vgg("svhn-vgg", "mini-VGG on SVHN", "svhn", "crop", 3, Preset(200, 30)),
+        _fnn("digits-fnn", "FNN on the embedded digits", "digits", epochs=40),
+        _fnn("mnist-fnn", "FNN on MNIST", "mnist", epochs=20),
+        _vgg("cifar10-vgg", "mini-VGG on CIFAR-10", "cifar10", 2, _CIFAR10),
+        _vgg("svhn-vgg", "mini-VGG on SVHN", "svhn", 3, _SVHN),
         _RESNET,
     )
 }

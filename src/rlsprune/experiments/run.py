@@ -74,7 +74,7 @@ def make_recipe(config: RunConfig, loaded: Dataset) -> Recipe:
         batch_size=config.batch_size,
         seed=config.seed,
         threads=config.threads,
-        augment=config.augment,  # type: ignore[arg-type]  # checked by the config
+        augment=config.augment,
         training=config.training,
         on_fault=config.on_fault,
         deterministic=config.deterministic,

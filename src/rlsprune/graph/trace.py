@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,14 @@ _LEFT_ALONE: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.MultiheadAttention, "is attention, whose embedding width stays"),
     (nn.RNNBase, "is a recurrent layer, which is not supported"),
 )
+
+
+# Far more than a layer that is flattened has, and few enough to be found in seconds.
+_MOST_CHANNELS = 2**18
+
+
+class _EndlessError(Exception):
+    """A walk that would not end."""
 
 
 class _Channel(NamedTuple):
@@ -51,8 +60,11 @@ def trace_groups(
         start = slots.add((names[module], "out"), size, module)
         # What an earlier root reached is tied already, and so is all that depends on it.
         fresh = [channel for channel in range(size) if start + channel not in slots.reached]
-        for node, handler, channels in _dependents(graph, module, fresh):
-            _tie_dependents(slots, node, handler, channels, start, names, owners)
+        try:
+            for node, handler, channels in _dependents(graph, module, fresh):
+                _tie_dependents(slots, node, handler, channels, start, names, owners)
+        except _EndlessError as error:
+            slots.trouble.update(dict.fromkeys((start + channel for channel in fresh), str(error)))
     slots.settle_readings()
     slots.tie_inside_layers()
     slots.tie_shared_parameters()
@@ -80,20 +92,26 @@ def _dependents(graph: Any, root: nn.Module, channels: list[int]) -> Iterator[tu
     """Walk all that changes when output channels of the root go: node, function that would cut it, channels.
 
     torch-pruning's own walk merges what it finds and so forgets that two channels of one layer depend on each other.
+
+    Raises:
+        _EndlessError: The maps lead in a circle, to more and more channels that there are not.
     """
     handler = graph.get_pruner_of_module(root).prune_out_channels
     stack = [(graph.module2node[root], handler, [_Channel(i, i) for i in channels])] if channels else []
-    visited = set()
+    visited: dict[Any, set[_Channel]] = defaultdict(set)
     while stack:
         node, handler, found = stack.pop()
-        key = (id(node), handler, frozenset(found))
-        if key in visited:
+        known = visited[id(node), handler]
+        fresh = [channel for channel in found if channel not in known]
+        if not fresh:
             continue
-        visited.add(key)
-        yield node, handler.__name__, found
+        known.update(fresh)
+        if len(known) > _MOST_CHANNELS:
+            raise _EndlessError("torch-pruning maps its channels in a circle")
+        yield node, handler.__name__, fresh
         for dependency in node.dependencies:
             if dependency.is_triggered_by(handler):
-                mapped = found
+                mapped = fresh
                 for mapping in dependency.index_mapping:
                     mapped = mapping(mapped) if mapping is not None else mapped
                 if mapped:
@@ -131,16 +149,15 @@ def _tie_dependents(
     if size == 0:
         return
     start = slots.add(axis, size, module, dim)
-    for channel in channels:
-        if channel.root_idx is None or not 0 <= channel.idx < size:
-            where = f"there is no one-to-one map of its channels to those of {name}"
-            slots.trouble.update(dict.fromkeys(roots, where))
+    mapped = [channel for channel in channels if channel.root_idx is not None and 0 <= channel.idx < size]
+    if len(mapped) < len(channels):
+        slots.trouble.update(dict.fromkeys(roots, f"there is no one-to-one map of its channels to those of {name}"))
+    for channel in mapped:
+        slots.reached.add(start + channel.idx)
+        if axis[1] == "in" and isinstance(module, nn.Linear):
+            slots.read(axis, channel.idx, by=root_start + channel.root_idx)
         else:
-            slots.reached.add(start + channel.idx)
-            if axis[1] == "in" and isinstance(module, nn.Linear):
-                slots.read(axis, channel.idx, by=root_start + channel.root_idx)
-            else:
-                slots.tie(root_start + channel.root_idx, start + channel.idx)
+            slots.tie(root_start + channel.root_idx, start + channel.idx)
 
 
 _BOTH: Side = "both"

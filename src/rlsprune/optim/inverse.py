@@ -5,8 +5,8 @@ it only where blocks of P are asked for: row sums and refits need one factorisat
 sampled rows X of a layer with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it:
 every answer goes through an m×m matrix, by Woodbury's identity.
 
-Matrices are factored in float64, on the CPU where the device has none. A P or rows that come in float32 stay so
-otherwise: the damping is far above the rounding of their products. The bias, if the layer has one, is the last input.
+Systems are solved in float64, on the CPU where the device has none; a P that comes in float32 stays so otherwise. The
+bias, if the layer has one, is the last input.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DenseInverse:
 
         def refit(weights: Tensor) -> Tensor:
             factor, whitened = split()
-            explained = solve_lower(factor, _rows(weights, gone)).to(self.P)
+            explained = solve_lower(factor, _rows(weights, gone).to(factor)).to(self.P)
             return _rows(weights, stay) - (whitened.mT @ explained).to(weights)
 
         @cache
@@ -131,8 +131,10 @@ class Autocorrelation:
             self._dense = DenseInverse(torch.cholesky_inverse(self._factor))
         return self._dense.blocks(rows)
 
-    def without(self, gone: Tensor) -> Removal[Autocorrelation]:
+    def without(self, gone: Tensor) -> Removal[Autocorrelation | DenseInverse]:
         """See :class:`Inverse`; refits as ``W_k + A_kk⁻¹ A_kd W_d``, unless P is there already."""
+        if self._dense is not None:
+            return self._dense.without(gone)
         gone = gone.to(self.A.device)
         stay = complement(self.size, gone)
 
@@ -141,10 +143,10 @@ class Autocorrelation:
             return Autocorrelation(_sub_matrix(self.A, stay))
 
         def refit(weights: Tensor) -> Tensor:
-            explaining = _rows(self.A, stay).index_select(1, gone) @ _rows(weights, gone)
-            return _rows(weights, stay) + torch.cholesky_solve(explaining, left()._factor)
+            explaining = _rows(self.A, stay).index_select(1, gone) @ _rows(weights, gone).to(self.A)
+            return _rows(weights, stay) + torch.cholesky_solve(explaining, left()._factor).to(weights)
 
-        return Removal(stay, refit if self._dense is None else self._dense.without(gone).refit, left)
+        return Removal(stay, refit, left)
 
 
 class SampleInverse:
@@ -168,25 +170,25 @@ class SampleInverse:
     def _factor(self) -> Tensor:
         """Cholesky factor of ``XXᵀ/m + δI``."""
         m = len(self.rows)
-        gram = exact(_add_square(self.rows.new_zeros(m, m), self.rows.mT, 1 / m))
+        gram = _add_square(self.rows.new_zeros(m, m), self.rows.mT, 1 / m)
         gram.diagonal().add_(self.damping)
         return cholesky_positive(gram)
 
     @cached_property
     def _whitened(self) -> Tensor:
         """Y with ``P = (I − YᵀY) / δ``."""
-        return solve_lower(self._factor.to(self.rows), self.rows).div_(math.sqrt(len(self.rows)))
+        return solve_lower(self._factor, self.rows).div_(math.sqrt(len(self.rows)))
 
     def row_sums(self, inputs: int) -> Tensor:
         """See :class:`Inverse`."""
         whitened = self._whitened[:, :inputs]
-        return exact(torch.div(1 - whitened.mT @ whitened.sum(1), self.damping))
+        return torch.div(1 - whitened.mT @ whitened.sum(1), self.damping)
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
         parts = self._whitened[:, rows].movedim(1, 0)  # (units, m, rows of a unit)
         identity = torch.eye(rows.shape[-1], dtype=parts.dtype, device=parts.device)
-        return exact((identity - parts.mT @ parts) / self.damping)
+        return (identity - parts.mT @ parts) / self.damping
 
     def without(self, gone: Tensor) -> Removal[SampleInverse]:
         """See :class:`Inverse`; refits as ``W_k + X_kᵀ (X_k X_kᵀ/m + δI)⁻¹ X_d W_d / m``."""
@@ -199,7 +201,7 @@ class SampleInverse:
 
         def refit(weights: Tensor) -> Tensor:
             lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows) / len(self.rows)
-            explaining = torch.cholesky_solve(exact(lost), left()._factor).to(self.rows)
+            explaining = torch.cholesky_solve(lost, left()._factor)
             return _rows(weights, stay) + (left().rows.mT @ explaining).to(weights)
 
         return Removal(stay, refit, left)
@@ -215,7 +217,8 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
     m, n = rows.shape
     tiny = torch.finfo(torch.float32).tiny
     if n > m:
-        return SampleInverse(rows, damping * max(float(rows.square().mean()), tiny))
+        return SampleInverse(exact(rows), damping * max(float(rows.square().mean()), tiny))
+    # The damping is far above the rounding of a product in float32, which takes half the time.
     autocorrelation = exact(_add_square(rows.new_zeros(n, n), rows, 1 / m))
     diagonal = autocorrelation.diagonal()
     diagonal += damping * diagonal.mean().clamp_min(tiny)
@@ -264,4 +267,7 @@ def cholesky_positive(matrix: Tensor) -> Tensor:
         # A number that is not finite makes the pivot of its row so; pivots are positive, so their sum tells.
         if not bool(info.any()) and bool(factor.diagonal(dim1=-2, dim2=-1).sum().isfinite()):
             return factor
-    raise FloatingPointError("P is not positive definite: optimizer.check() tells which layer's, reset() renews it")
+    raise FloatingPointError(
+        "P is not positive definite. If it is RLS's own, optimizer.check() tells which layer's and reset() renews it; "
+        "with exact statistics, check that the layers' inputs are finite and sample more batches"
+    )

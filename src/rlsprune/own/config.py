@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsprune.experiments.config import AUGMENTS, GATES, LOSSES
+from rlsprune.data.augmentation import parse_augmentation
+from rlsprune.experiments.config import GATES, LOSSES
 from rlsprune.experiments.registry import OPTIMIZERS
 from rlsprune.train.plain import from_plain
 from rlsprune.train.settings import ON_FAULT, OURS, PruningSettings, TrainingSettings, check_option
@@ -66,7 +67,8 @@ class FitConfig:
             ("on_fault", ON_FAULT),
         ):
             check_option(name, getattr(self, name), getattr(self, name) in choices, f"one of {', '.join(choices)}")
-        check_option("augment", self.augment, self.augment in (None, *AUGMENTS), f"one of {', '.join(AUGMENTS)}")
+        if self.augment is not None:
+            parse_augmentation(self.augment)
         check_option("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")
         check_option("lr", self.lr, self.lr is None or self.lr > 0, "above 0")
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
@@ -115,7 +117,7 @@ def make_fit_config(
         lr: None for what suits the optimizer and the network, lower with `weights`.
         ratio: ξ, the share of a layer that may go at an event.
         target: The share of the parameters at which pruning ends.
-        tolerance: How far above the loss at the last prune, as a share of it, counts as recovered; None for
+        tolerance: How far above the least loss at any prune, as a share of it, counts as recovered; None for
             what the experiments use.
         epochs: In all.
         warmup_epochs: Epochs before the first prune; None for a tenth of all, or one with `weights`.

@@ -13,7 +13,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from rlsprune import io
 from rlsprune.data.arrays import read_npz
-from rlsprune.data.batches import Augment
 from rlsprune.data.datasets import Dataset
 from rlsprune.data.errors import DataError
 from rlsprune.data.folders import Channels, read_image_folder
@@ -148,7 +147,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         batch_size=config.batch_size,
         seed=config.seed,
         threads=config.threads,
-        augment=cast(Augment | None, config.augment),
+        augment=config.augment,
         training=config.training,
         on_fault=config.on_fault,
         deterministic=config.deterministic,

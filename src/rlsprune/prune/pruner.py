@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,23 +18,22 @@ from torch.optim.swa_utils import AveragedModel
 
 from rlsprune import io
 from rlsprune._arguments import check_argument
-from rlsprune._model import ExampleInputs, evaluate
+from rlsprune._model import ExampleInputs
 from rlsprune._tensors import forget_compiled_code, is_sharded
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.distributed.wrapper import rebuild
 from rlsprune.graph import ChannelGraph, Group, find_groups
 from rlsprune.inputs import kept_inputs, strip_inputs
-from rlsprune.optim.inverse import DenseInverse, Inverse
 from rlsprune.optim.rls import RLS
-from rlsprune.optim.statistics import InputStatistics
 from rlsprune.prune.budget import Budget
-from rlsprune.prune.criteria import Criterion
+from rlsprune.prune.criteria import Criterion, InverseOf
 from rlsprune.prune.event import LayerChange, PruneEvent
 from rlsprune.prune.operation import operate, undone_on_error
 from rlsprune.prune.schedule import Decision, Gate
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
+from rlsprune.prune.source import InverseSource
 from rlsprune.prune.surgery import inner
 
 # How often the last event's ratio is halved towards the target.
@@ -46,7 +45,7 @@ class Pruner:
 
     Call `step` once per epoch with a loss: the epoch's mean training loss, the last minibatch's (the paper to the
     letter), or better a held-out one. The first ``warmup_epochs`` calls never prune; from then on a call prunes if the
-    loss is below the loss at the last prune. Parameters stay the same objects, smaller, and the optimizer's state is
+    loss is below the least at any prune so far. Parameters stay the same objects, smaller, and the optimizer's state is
     cut with them, so schedulers, parameter groups and hooks stay valid.
 
     Examples:
@@ -107,8 +106,7 @@ class Pruner:
                 ``{"latency": 0.5}``. The last event removes no more than it takes to get there.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
-            tolerance: How much above the loss at the last prune counts as recovered, as a share of it. It is granted at
-                every prune anew: over n prunes the loss may drift by ``(1 + tolerance)ⁿ``.
+            tolerance: How much above the least loss at any prune so far counts as recovered, as a share of it.
         """
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
         check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
@@ -142,8 +140,7 @@ class Pruner:
         )
         self._ignore, self._on_prune = ignore if isinstance(ignore, str) else tuple(ignore), on_prune
         self._known_graph: ChannelGraph | None = self._find_graph()
-        sampled = self._settings.needs_inverse and statistics == "exact"
-        self._statistics = InputStatistics(model, ranks=self._ranks) if sampled else None
+        self._inverses = InverseSource(model, optimizer, self._settings, self._ranks)
         self._copies: list[nn.Module] = []
         self._gate = Gate(warmup_epochs, patience, tolerance)
         self._recovered: list[Snapshot] | None = None
@@ -160,7 +157,7 @@ class Pruner:
         """Once per epoch: prunes if the loss has recovered. Returns the event if it did.
 
         Args:
-            loss: The loss to compare with the one at the last prune; which one is up to the caller. Of several ranks,
+            loss: The loss to compare with those at earlier prunes; which one is up to the caller. Of several ranks,
                 each gives that of its share, and the mean counts.
         """
         loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
@@ -199,14 +196,7 @@ class Pruner:
         Args:
             batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
         """
-        if self._statistics is None:
-            raise ValueError(
-                f"calibrate gathers exact statistics, which are not in use: this pruner has {self._settings}"
-            )
-        with self._statistics.everything():
-            seen = evaluate(self.model, batches, self.example_inputs)
-        if not seen:
-            raise ValueError("calibrate was given no batch")
+        self._inverses.calibrate(batches, self.example_inputs)
 
     def finish(self) -> None:
         """Ends pruning. If the network has not recovered from the last prune, it goes back to the last one that had."""
@@ -257,8 +247,7 @@ class Pruner:
     def close(self) -> None:
         """Removes the pruner's hooks from the model, which stays as it is. Nothing can be pruned after that."""
         self.done = True
-        if self._statistics is not None:
-            self._statistics.close()
+        self._inverses.close()
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
@@ -373,24 +362,25 @@ class Pruner:
     def _event_within_target(self, loss: float | None, undo: Callable[[], None]) -> PruneEvent | None:
         """An event, with its ratios lowered to where it just reaches the target if it would go beyond."""
         aims = self._budget.countable and not self._budget.reached()
-        event = self._event(loss)
+        source = cache(self._inverses) if aims else self._inverses  # trials begin with the same network
+        event = self._event(loss, source)
         if event is None or not aims or not self._budget.reached():
             return event
         too_little, enough = 0.0, 1.0
         for _ in range(_TARGET_STEPS):
             share = (too_little + enough) / 2
             undo()
-            if self._event(loss, share) is not None and self._budget.reached():
+            if self._event(loss, source, share) is not None and self._budget.reached():
                 enough = share
             else:
                 too_little = share
         undo()
-        return self._event(loss, enough)
+        return self._event(loss, source, enough)
 
-    def _event(self, loss: float | None, share: float = 1.0) -> PruneEvent | None:
+    def _event(self, loss: float | None, source: InverseOf, share: float = 1.0) -> PruneEvent | None:
         costs, sizes = self._budget.costs(), self._sizes()
         settings = self._settings.scaled(share)
-        removed = operate(self.model, self.optimizer, self._copies, self._graph, settings, self._inverses, self._ranks)
+        removed = operate(self.model, self.optimizer, self._copies, self._graph, settings, source, self._ranks)
         return self._describe("prune", loss, costs, sizes, removed) if removed else None
 
     def _roll_back(self, loss: float | None) -> None:
@@ -449,21 +439,6 @@ class Pruner:
         self._settings.check_graph(graph)
         return graph
 
-    def _inverses(self, name: str) -> list[Inverse]:
-        """P of each group of a layer, from where ``statistics`` says."""
-        if self._statistics is not None:
-            return self._statistics.inverses(name)
-        assert isinstance(self.optimizer, RLS)
-        blocks = self.optimizer.blocks(self.model.get_parameter(f"{name}.weight" if name else "weight"))
-        if blocks is None:
-            raise RuntimeError(
-                f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
-                "statistics='exact'"
-            )
-        if len(blocks) == 1:
-            return [DenseInverse(P) for P in blocks[0]]
-        return [DenseInverse(torch.block_diag(*parts)) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
-
     def _prunes_inputs(self) -> bool:
         return any(group.is_input and self._settings.ratio_of(group) for group in self.groups)
 
@@ -474,14 +449,9 @@ class Pruner:
         ]
 
     def _restart_statistics(self) -> None:
-        """For the next epoch, and only if it may end with a prune: sampling costs a part of every training step.
-
-        As long as `step` was never called, any moment may: `prune` is then what the caller uses.
-        """
-        if self._statistics is not None:
-            epoch = self._gate.epoch
-            self._statistics.clear(seed=epoch)
-            self._statistics.active = not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs)
+        """For the next epoch, if it may end with a prune; before the first call of `step` any moment may."""
+        epoch = self._gate.epoch
+        self._inverses.restart(epoch, active=not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs))
 
     def _sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""

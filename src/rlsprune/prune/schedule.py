@@ -18,14 +18,18 @@ class Decision(Enum):
 
 @dataclass
 class Gate:
-    """Opens after ``warmup_epochs``, when the loss is below the one at the last prune, give or take a tolerance."""
+    """Opens after ``warmup_epochs``, when the loss is below the least at any prune, give or take a tolerance.
+
+    Without a tolerance that is the one at the last prune, as in Algorithm 1; with one, the loss cannot drift away in
+    many small steps.
+    """
 
     warmup_epochs: int  # q
     patience: int | None
     tolerance: float = 0.0
     epoch: int = 0
     loss: float = math.inf
-    """The loss recorded at the last prune; ∞ before the first."""
+    """The least at any prune so far; ∞ before the first."""
     waited: int = 0
     """Epochs since the last prune that did not recover."""
     recovered: bool = True
@@ -50,8 +54,8 @@ class Gate:
         return Decision.TRAIN
 
     def pruned(self, loss: float, changed: bool) -> None:
-        """Moves the gate to the loss at this prune; if the network changed, it has to recover."""
-        self.loss, self.waited, self.recovered = loss, 0, not changed
+        """Moves the gate to the loss at this prune, if that is lower; if the network changed, it has to recover."""
+        self.loss, self.waited, self.recovered = min(self.loss, loss), 0, not changed
 
     def state_dict(self) -> dict[str, Any]:
         """The gate as plain values."""

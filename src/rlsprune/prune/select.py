@@ -46,6 +46,10 @@ def choose_units(name: str, scores: Sequence[Tensor], size: int, ratio: float, k
     worst = [order[: cut_size(ratio, size * nodes)] for order in orders]
     in_all = set(worst[0]).intersection(*worst[1:])
     chosen = list(dict.fromkeys(node // nodes for node in worst[0] if node in in_all))
-    stay = max(size - len(chosen), min(keep, size))
-    stay = min(size, -(-stay // round_to) * round_to)
-    return sorted(chosen[: size - stay])
+    return sorted(chosen[: most_to_go(size, len(chosen), keep, round_to)])
+
+
+def most_to_go(size: int, count: int, keep: int, round_to: int) -> int:
+    """How many of ``count`` chosen units may go, so that ``keep`` stay and a multiple of ``round_to``, or all."""
+    stay = max(size - count, min(keep, size))
+    return size - min(size, -(-stay // round_to) * round_to)

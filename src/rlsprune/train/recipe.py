@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlsprune.data.batches import Augment, Batches
+from rlsprune.data.batches import Batches
 from rlsprune.data.datasets import Dataset, Split
 from rlsprune.train.loop import Loss
 from rlsprune.train.method import Method
@@ -52,7 +52,7 @@ class Recipe:
     batch_size: int
     seed: int
     threads: int
-    augment: Augment | None = None
+    augment: str | None = None
     training: TrainingSettings = field(default_factory=TrainingSettings)
     on_fault: str = "raise"
     """What to do about a numerical fault: one of `ON_FAULT`."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlsprune.data.batches import Batches
 from rlsprune.data.datasets import Split
 from rlsprune.determinism import deterministic
 from rlsprune.distributed.ranks import find_ranks
@@ -27,7 +26,7 @@ from rlsprune.train.counting import count_retained, percent
 from rlsprune.train.environment import describe_environment
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
-from rlsprune.train.loop import Batch, EpochLoss, Evaluation, evaluate, train_epoch
+from rlsprune.train.loop import EpochLoss, Evaluation, evaluate, train_epoch
 from rlsprune.train.method import Retained
 from rlsprune.train.observer import Observer
 from rlsprune.train.recipe import Recipe
@@ -150,7 +149,7 @@ class Run:
         losses = train_epoch(
             self.network,
             self.optimizer,
-            self._noisy(self.batches),
+            self.batches,
             self.recipe.loss,
             self.method,
             on_batch,
@@ -274,16 +273,6 @@ class Run:
 
     def _evaluate(self, split: Split) -> Evaluation:
         return evaluate(self.result, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
-
-    def _noisy(self, batches: Batches) -> Iterator[Batch]:
-        """As the network takes them in training."""
-        share = self.recipe.training.input_noise
-        for inputs, labels in batches:
-            if share:
-                # Drawn on the CPU, whose random state the checkpoint has, so that a run goes on alike on every device.
-                kept = (torch.rand(inputs.shape) >= share).to(inputs.device)
-                inputs = inputs * kept / (1 - share)
-            yield inputs, labels
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
         """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""

@@ -36,7 +36,7 @@ class PruningSettings:
     settle: float
     """The last share of the epochs, in which nothing is pruned any more."""
     tolerance: float
-    """How far above the loss at the last prune, as a share of it, the gate still opens; 0 for below it."""
+    """How far above the least loss at any prune, as a share of it, the gate still opens; 0 for below it."""
     target: float | None
     """The share of the parameters at which pruning ends; None for no end but the gate's."""
     reunite: bool
@@ -74,12 +74,9 @@ class TrainingSettings:
 
     lr_decay: float = 0.0
     """The last share of the epochs, in which the learning rate falls linearly to zero, batch by batch."""
-    input_noise: float = 0.0
-    """The share of the input values that are set to zero at random in training; the others are scaled up to match."""
     average: float = 0.0
     """What is evaluated and kept is a moving average of the weights that reaches so many epochs back; 0: no average."""
 
     def __post_init__(self) -> None:
         check_argument("lr_decay", self.lr_decay, 0 <= self.lr_decay < 1, "in [0, 1)")
-        check_argument("input_noise", self.input_noise, 0 <= self.input_noise < 1, "in [0, 1)")
         check_option("average", self.average, 0 <= self.average < math.inf, "a number of epochs, at least 0")
