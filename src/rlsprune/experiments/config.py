@@ -118,6 +118,7 @@ def make_config(
     gate: str | None = None,
     augment: bool | None = None,
     unpruned: bool = False,
+    like_rls: bool = False,
     **given: Any,
 ) -> RunConfig:
     """Completes what was asked for by the experiment's preset and the method's own settings.
@@ -131,8 +132,9 @@ def make_config(
         target: The share of the parameters at which `rls` stops pruning; None for the experiment's.
         tolerance: How far above the least loss at any prune, as a share of it, the gate of `rls` still opens.
         gate: None for the method's own.
-        augment: None for the preset's; `rls` and `scratch` train with it unless it is False.
+        augment: None for the preset's; what is trained as `rls` is augmented unless it is False.
         unpruned: The method's unpruned twin.
+        like_rls: Trained as `rls` is; `scratch` always is.
         **given: Other fields of `RunConfig`; None for the preset's.
 
     Raises:
@@ -155,8 +157,8 @@ def make_config(
         ours = replace(ours, **own)
     if ours is not None and gate is not None:
         ours = replace(ours, gate=gate)
-    like_ours = method in ("rls", "scratch")
-    augmented = like_ours or chosen.augment if augment is None else augment
+    like_rls = like_rls or method in ("rls", "scratch")
+    augmented = like_rls or chosen.augment if augment is None else augment
     epochs = values.pop("epochs", chosen.epochs)
     warmup = values.pop("warmup_epochs", chosen.warmup_epochs)
     prune_epoch = values.pop("prune_epoch", warmup + 1)
@@ -170,7 +172,7 @@ def make_config(
             "prune_epoch": None if unpruned else prune_epoch,
             "gate": gate or (ours.gate if ours else "train"),
             "pruning": ours and ours.over(epochs),
-            "training": experiment(name).training if like_ours else TrainingSettings(),
+            "training": experiment(name).training if like_rls else TrainingSettings(),
             "seed": 0,
             "epochs": epochs,
             "loss": experiment(name).loss,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.experiments.config import RunConfig, make_config
-from rlsprune.experiments.registry import METHODS, experiment
+from rlsprune.experiments.registry import METHODS
 
 __all__ = ["COMPARED", "TWINS", "PlannedRun", "comparison", "sweep", "twin_of"]
 
@@ -16,7 +16,7 @@ COMPARED = tuple(method for method in METHODS if method != "none")
 """What a comparison compares."""
 
 TWINS: dict[str, dict[str, Any]] = {
-    "rls-unpruned": {"method": "none", "optimizer": "rls"},
+    "rls-unpruned": {"method": "none", "optimizer": "rls", "like_rls": True},
     "none-rls": {"method": "none", "optimizer": "rls"},
     "none-sgd": {"method": "none", "optimizer": "sgd"},
     "net-slimming-unpruned": {"method": "net-slimming", "unpruned": True},
@@ -69,9 +69,8 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
             own: dict[str, Any] = {
                 "rls": {"ratio": ratio, **for_rls},
                 "rls-paper": {"ratio": ratio},
-                "rls-unpruned": {"training": experiment(name).training, "augment": options.get("augment") is not False},
             }.get(label, {})
-            config = make_config(name, seed=seed, **{**options, **settings, **own})
+            config = make_config(name, seed=seed, **settings, **own, **options)
             runs.append(PlannedRun(label, config, _folder(out, label, seed)))
     return [_after_rls(run, out) if run.label == "scratch" else run for run in runs]
 

@@ -82,9 +82,9 @@ class Experiment:
         return MiniVGG(batch_norm=batch_norm) if self.network == "mini-vgg" else FNN(batch_norm=batch_norm)
 
 
-# In the few hundred steps that batches of 128 would make of so few images, momentum SGD does not even leave its first
-# plateau, and there would be nothing to compare.
 def _short_convolutional(augmentation: str) -> Preset:
+    # In the few hundred steps that batches of 128 would make of so few images, momentum SGD does not even leave its
+    # first plateau, and there would be nothing to compare.
     return Preset(
         epochs=10, warmup_epochs=3, train_images=5000, test_images=2000, batch_size=32, augmentation=augmentation
     )
