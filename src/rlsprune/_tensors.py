@@ -18,6 +18,11 @@ def complement(size: int, gone: Tensor) -> Tensor:
     return mask.nonzero().flatten()
 
 
+def sub_matrix(matrix: Tensor, stay: Tensor) -> Tensor:
+    """Some rows of a square matrix, and of them the same columns."""
+    return matrix.index_select(0, stay).index_select(1, stay)
+
+
 def memory_format(tensor: Tensor) -> torch.memory_format:
     """How a tensor lies in memory: channels last, or in order."""
     candidates = {4: torch.channels_last, 5: torch.channels_last_3d}

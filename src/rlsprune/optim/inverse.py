@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rlsprune._tensors import complement, exact
+from rlsprune._tensors import complement, exact, sub_matrix
 
 # Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
 _DAMPINGS = (0.0, 1e-7, 1e-5)
@@ -98,7 +98,7 @@ class DenseInverse:
 
         @cache
         def left() -> DenseInverse:
-            return DenseInverse(_add_square(_sub_matrix(self.P, stay), split()[1], -1.0))
+            return DenseInverse(_add_square(sub_matrix(self.P, stay), split()[1], -1.0))
 
         return Removal(stay, refit, left)
 
@@ -140,7 +140,7 @@ class Autocorrelation:
 
         @cache
         def left() -> Autocorrelation:
-            return Autocorrelation(_sub_matrix(self.A, stay))
+            return Autocorrelation(sub_matrix(self.A, stay))
 
         def refit(weights: Tensor) -> Tensor:
             explaining = _rows(self.A, stay).index_select(1, gone) @ _rows(weights, gone).to(self.A)
@@ -238,10 +238,6 @@ def _add_square(matrix: Tensor, Y: Tensor, scale: float) -> Tensor:
 
 def _rows(matrix: Tensor, which: Tensor) -> Tensor:
     return matrix.index_select(0, which.to(matrix.device))
-
-
-def _sub_matrix(matrix: Tensor, stay: Tensor) -> Tensor:
-    return matrix.index_select(0, stay).index_select(1, stay)
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:

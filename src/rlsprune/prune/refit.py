@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlsprune._tensors import complement, memory_format
+from rlsprune._tensors import complement, memory_format, sub_matrix
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
 from rlsprune.optim.inverse import DenseInverse, Inverse, Removal
@@ -132,8 +132,7 @@ def _without(blocks: list[Tensor], rows: Tensor, how: str) -> list[Tensor]:
 
 def _shrunk(P: Tensor, gone: Tensor, how: str) -> Tensor:
     if how == "slice":
-        stay = complement(len(P), gone)
-        return P.index_select(0, stay).index_select(1, stay)
+        return sub_matrix(P, complement(len(P), gone))
     return DenseInverse(P).without(gone).left().P
 
 

@@ -35,7 +35,10 @@ def from_plain(kind: type[Settings], values: object, what: str) -> Settings:
     required = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
     odd = sorted((set(values) - known.keys()) | (required - values.keys()))
     if odd:
-        raise ValueError(f"this is not {what} of this version: {quoted(odd)} is unknown or missing")
+        raise ValueError(
+            f"this is not {what} of this version: {quoted(odd)} is unknown or missing. Start it anew, or use the "
+            "version that wrote it"
+        )
     hints = get_type_hints(kind)
     return kind(**{name: _checked(hints[name], value, name, what) for name, value in values.items()})
 
