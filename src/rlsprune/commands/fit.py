@@ -57,6 +57,10 @@ def fit(
         float, typer.Option("--ratio", help="ξ: the share of a layer that may go at an event.")
     ] = OURS.ratio,
     tolerance: options.Tolerance = None,
+    spread: Annotated[
+        bool,
+        typer.Option("--spread", help="Take from each layer what costs the held-out loss least, not ξ from all."),
+    ] = OURS.spread,
     epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
     warmup_epochs: Annotated[
         int | None,
@@ -109,6 +113,7 @@ def fit(
         ratio=ratio,
         target=target,
         tolerance=tolerance,
+        spread=spread,
         epochs=epochs,
         warmup_epochs=warmup_epochs,
         gate=gate,

@@ -67,6 +67,14 @@ Tolerance = Annotated[
         help=f"How far above the least loss at a prune is recovered, as a share of it. Default: {OURS.tolerance}.",
     ),
 ]
+Spread = Annotated[
+    bool | None,
+    typer.Option(
+        "--spread/--no-spread",
+        help="Take from each layer what costs the held-out loss least, instead of ξ from all. Default: the "
+        "experiment's.",
+    ),
+]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
 ]
@@ -143,6 +151,7 @@ def _training(
     warmup_epochs: Warmup = None,
     target: Target = None,
     tolerance: Tolerance = None,
+    spread: Spread = None,
     gate: Gate = None,
     loss: Loss = None,
     batch_size: BatchSize = None,

@@ -51,11 +51,11 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         methods: Some of `COMPARED`.
         seeds: One run each.
         out: The folder that holds the runs' folders.
-        **options: As `make_config` takes them; a ratio is for our methods alone, target and tolerance for `rls`.
+        **options: As `make_config` takes them; a ratio is for our methods, target, tolerance and spread for `rls`.
     """
     methods = list(dict.fromkeys(methods))
     ratio = options.pop("ratio", None)
-    for_rls = {option: options.pop(option, None) for option in ("target", "tolerance")}
+    for_rls = {option: options.pop(option, None) for option in ("target", "tolerance", "spread")}
     if "scratch" in methods and "rls" not in methods:
         methods.insert(0, "rls")  # whose shape it takes
     for option, value in for_rls.items():

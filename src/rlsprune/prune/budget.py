@@ -25,18 +25,33 @@ class Budget:
         if self._rates is None:
             params, flops = count(self._model, self._example_inputs)
             return {"params": params, "flops": flops}
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        flops = sum(rate * parameters[join(name, "weight")].numel() for name, rate in self._rates.items())
-        return {"params": parameter_count(self._model), "flops": flops}
+        return {"params": parameter_count(self._model), "flops": sum(self._flops().values())}
 
     def reached(self) -> bool:
         """Whether a target is reached."""
         return any(self._cost(what) <= share * self.original[what] for what, share in self._target.items())
 
+    def tensors(self) -> dict[str, float]:
+        """Name of a parameter → its share of all parameters plus its share of all FLOPs.
+
+        Where FLOPs are not proportional to weights, its share of the parameters alone.
+        """
+        flops, costs = self._flops(), self.costs()
+        return {
+            name: parameter.numel() / costs["params"] + flops.get(name, 0) / max(costs["flops"], 1)
+            for name, parameter in self._model.named_parameters()
+        }
+
     @property
     def countable(self) -> bool:
         """Whether there is a target, and one that is counted: what is measured is never quite the same again."""
         return bool(self._target) and "latency" not in self._target
+
+    def _flops(self) -> dict[str, int]:
+        """Name of a weight → the FLOPs that it takes."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        names = {join(layer, "weight"): rate for layer, rate in (self._rates or {}).items()}
+        return {name: rate * parameters[name].numel() for name, rate in names.items()}
 
     def _cost(self, what: str) -> float:
         return latency(self._model, self._example_inputs)[0] if what == "latency" else self.costs()[what]

@@ -14,7 +14,7 @@ from rlsprune._tensors import complement
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.graph import ChannelGraph, Group, plan_cuts
 from rlsprune.inputs import select_inputs
-from rlsprune.prune.criteria import InverseOf, criterion
+from rlsprune.prune.criteria import criterion
 from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
 from rlsprune.prune.select import choose_units, cut_size, most_to_go
 from rlsprune.prune.settings import Settings
@@ -31,7 +31,7 @@ def operate(
     copies: list[nn.Module],
     graph: ChannelGraph,
     settings: Settings,
-    source: InverseOf,
+    inverses: KnownInverses,
     ranks: Ranks | None = None,
 ) -> dict[str, list[int]]:
     """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1). Not undone on errors.
@@ -42,13 +42,12 @@ def operate(
         copies: Copies of the network, cut alike.
         graph: Its groups, renumbered as units go.
         settings: What to choose and how to remove it.
-        source: P of each group of a layer, for scores and compensation.
+        inverses: P of each group of a layer, for scores and compensation; smaller after it.
         ranks: The processes that prune the same network, and have to choose the same units.
 
     Returns:
         Name of a group → the units that went, numbered as before the event.
     """
-    inverses = KnownInverses(source)
     score = criterion(settings.criterion, inverses)
     removed: dict[str, list[int]] = {}
     with torch.no_grad():

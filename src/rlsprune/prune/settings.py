@@ -80,6 +80,10 @@ class Settings:
         inputs = None if self.input_ratio is None else self.input_ratio * share
         return replace(self, ratio=smaller, input_ratio=inputs)
 
+    def shared_out(self, ratios: Mapping[str, float]) -> Settings:
+        """The same with a ratio for each group, by its name; the others are left alone."""
+        return replace(self, ratio=ratios, input_ratio=None)
+
     def check_graph(self, graph: ChannelGraph) -> None:
         """Refuses ratios for layers that cannot be pruned, and to use the P of layers that have none."""
         known = {name for group in graph for name in _names(group)}

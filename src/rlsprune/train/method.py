@@ -18,7 +18,7 @@ state with it (``rlsprune.prune.surgery.apply_cuts``). The optimizer and all ``P
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -49,6 +49,9 @@ class Method(Protocol):
 
     def follow(self, copy: nn.Module) -> None:
         """From now on prunes a copy of the network (a moving average of it, say) as it prunes the network."""
+
+    def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
+        """What cutting a layer costs may be measured by this, which evaluates the network that the run keeps."""
 
     def after_backward(self) -> None:
         """Gradients are there and the optimizer has not stepped yet."""

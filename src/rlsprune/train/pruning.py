@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class RLSPruning(NoPruning):
         warmup_epochs: int,
     ) -> None:
         super().__init__(model, example_inputs)
-        self._reunite, self._target = settings.reunite, settings.target
+        self._reunite, self._target, self._spread = settings.reunite, settings.target, settings.spread
         # However short the run, it prunes once.
         self._last_prune = max(warmup_epochs + 1, epochs - math.ceil(epochs * settings.settle))
         self.pruner = Pruner(
@@ -55,6 +56,11 @@ class RLSPruning(NoPruning):
     def follow(self, copy: nn.Module) -> None:
         """The pruner prunes it alike, and refits it by itself."""
         self.pruner.follow(copy)
+
+    def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
+        """The pruner spreads its events by it, if the settings say so."""
+        if self._spread:
+            self.pruner.evaluate = held_out_loss
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Prunes if the gate is open, or rolls back if it stayed shut for too long."""

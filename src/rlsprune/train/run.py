@@ -35,6 +35,8 @@ from rlsprune.train.share import Share
 
 __all__ = ["Run", "train_and_prune"]
 
+_WEIGHED = 512  # held-out images that tell what cutting a layer costs
+
 
 def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
     """Trains and prunes as the recipe says; goes on from the folder's last checkpoint if it has one.
@@ -123,6 +125,8 @@ class Run:
         self.method = recipe.build_method(self.model, self.optimizer, self.example)
         if self._average is not None:
             self.method.follow(self._average.network)
+        if self.data.valid is not None:
+            self.method.weigh_by(self._held_out_loss)
         if saved is not None:
             with _fitting(folder):
                 self._restore(*saved)
@@ -264,6 +268,11 @@ class Run:
         if self.recipe.gate == "valid":
             return None if self.data.valid is None else self._evaluate(self.data.valid).loss
         return losses.mean if self.recipe.gate == "train" else losses.last
+
+    def _held_out_loss(self) -> float:
+        """On not too many images: it is asked for many times in a row."""
+        assert self.data.valid is not None
+        return self._evaluate(self.data.valid.select(torch.arange(min(_WEIGHED, len(self.data.valid))))).loss
 
     def _reunite(self) -> None:
         """From now on trains on the held-out images too, in epochs of as many images as before."""

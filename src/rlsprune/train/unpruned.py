@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ class NoPruning:
 
     def follow(self, copy: nn.Module) -> None:
         """The copy keeps its shape, as the network does."""
+
+    def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
+        """Nothing is cut."""
 
     def after_backward(self) -> None:
         """Nothing to do."""
