@@ -100,7 +100,20 @@ def inference(
         yield plain, args, kwargs
 
 
-@torch.no_grad()
+@contextlib.contextmanager
+def evaluating(*networks: nn.Module) -> Iterator[None]:
+    """In `eval()` and without gradients; every module is in its own mode again afterwards."""
+    modes = {module: module.training for network in networks for module in network.modules()}
+    try:
+        for network in networks:
+            network.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleInputs) -> int:
     """Runs the model itself, hooks and all, over batches in `eval()`; its mode is as before afterwards.
 
@@ -113,18 +126,13 @@ def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleIn
         How many batches there were.
     """
     kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(example_inputs, kind))
-    modes = {module: module.training for module in model.modules()}
     count = 0
-    try:
-        model.eval()
+    with evaluating(model):
         for batch in batches:
             paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)
             args, kwargs = as_call(batch[0] if paired else batch)
             model(*args, **kwargs)
             count += 1
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return count
 
 

@@ -115,6 +115,17 @@ def test_target_is_an_option(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).read_json("summary")["weights_percent"] == pytest.approx(60, abs=2)
 
 
+def test_a_run_can_spread_its_events(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    command = ["run", "--spread", "--target", "0.3", "--epochs", "6", "--warmup-epochs", "0", "--train-images", "600"]
+    assert main([*command, "--threads", "1", "--tolerance", "9", "--quiet", "--out", str(tmp_path)]) == 0
+    summary = folder.read_json("summary")
+    assert summary["missed_target"] is None
+    assert summary["weights_percent"] == pytest.approx(30, abs=2)
+    shares = {layer["name"]: layer["nodes_percent"] for layer in summary["layers"]}
+    assert abs(shares["fc1"] - shares["fc2"]) > 5, "the same of both, as without --spread"
+
+
 def test_scratch_forgets_the_batch_norms_too(tmp_path: Path) -> None:
     trained, fresh = ResNet(8), ResNet(8)
     with torch.no_grad():

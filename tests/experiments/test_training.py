@@ -88,3 +88,26 @@ def test_pruning_ends_at_the_target(tmp_path: Path, tiny: dict[str, Any]) -> Non
     settings = replace(OURS, tolerance=10.0, target=0.5, settle=0.0)
     summary = run(make_config("digits-fnn", pruning=settings, epochs=5, warmup_epochs=0, **tiny), RunFolder(tmp_path))
     assert summary["weights_percent"] == pytest.approx(50, abs=2)
+
+
+def test_events_are_spread_by_images_of_every_class(
+    tmp_path: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of images lists them class by class: the first ones would be of a few classes only."""
+    monkeypatch.setattr("rlsprune.train.run._WEIGHED", 20)
+    config = make_config("digits-fnn", spread=True, **tiny)
+    loaded = load_data(config)
+    assert loaded.valid is not None
+    by_class = loaded.valid.select(loaded.valid.labels.sort().indices)
+    live = Run(make_recipe(config, replace(loaded, valid=by_class)), RunFolder(tmp_path))
+    seen: list[Tensor] = []
+    live.result.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    assert isinstance(live.method, RLSPruning)
+    assert live.method.pruner.evaluate is not None
+    loss = live.method.pruner.evaluate()
+    [images] = seen
+    assert len(images) == 20
+    flat = by_class.images.flatten(1)
+    labels = {int(by_class.labels[int((flat - (255 * image).round()).abs().sum(1).argmin())]) for image in images}
+    assert len(labels) == len(by_class.labels.unique())
+    assert loss != pytest.approx(live._evaluate(by_class).loss, rel=1e-6)

@@ -180,6 +180,12 @@ def test_network_without_batch_norm_is_trained_faster(networks: Path, npz: Path)
     assert recipe.build_optimizer(mlp()).param_groups[0]["lr"] == 0.3
 
 
+def test_spreading_needs_a_held_out_loss(npz: Path) -> None:
+    assert make_fit_config("m:f", npz, spread=True).pruning.spread
+    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --spread"):
+        make_fit_config("m:f", npz, spread=True, gate="train")
+
+
 def test_tolerance_is_that_of_the_experiments_unless_another_is_given(npz: Path) -> None:
     assert make_fit_config("m:f", npz).pruning.tolerance == OURS.tolerance
     assert make_fit_config("m:f", npz, tolerance=0.3).pruning.tolerance == 0.3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from torch import nn
@@ -36,9 +37,12 @@ class Budget:
 
         Where FLOPs are not proportional to weights, its share of the parameters alone.
         """
-        flops, costs = self._flops(), self.costs()
+        costs, flops = self.costs(), Counter[int]()
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, own in self._flops().items():
+            flops[id(parameters[name])] += own  # of all layers that share it
         return {
-            name: parameter.numel() / costs["params"] + flops.get(name, 0) / max(costs["flops"], 1)
+            name: parameter.numel() / costs["params"] + flops[id(parameter)] / max(costs["flops"], 1)
             for name, parameter in self._model.named_parameters()
         }
 

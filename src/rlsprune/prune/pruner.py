@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from rlsprune import io
 from rlsprune._arguments import check_argument
-from rlsprune._model import ExampleInputs
+from rlsprune._model import ExampleInputs, evaluating
 from rlsprune._tensors import forget_compiled_code, is_sharded
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import find_ranks
@@ -112,8 +112,8 @@ class Pruner:
             tolerance: How much above the least loss at any prune so far counts as recovered, as a share of it.
             evaluate: Gives the loss of the model as it is on held-out data. With it an event takes its channels where
                 they cost the loss least: it saves what ``ratio`` of every layer would, parameters and FLOPs counted
-                alike, but how much of that each layer loses is found by cutting it on trial. Called three times for
-                each layer at every event.
+                alike, but how much each layer loses is found by cutting it on trial. Called once, and up to three times
+                for each layer, at every event and preview, with the model in evaluation mode and without gradients.
         """
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
         check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
@@ -153,7 +153,7 @@ class Pruner:
         self._recovered: list[Snapshot] | None = None
         """Of the model and its copies, when the loss had last recovered."""
         self.evaluate = evaluate
-        """As it was given; see there."""
+        """Gives the held-out loss that events are spread by, or None; it may be set at any time."""
         self._budget = Budget(model, example_inputs, self._settings.target)
         self.done = False
         """Whether pruning has ended: the target is reached, patience ran out, or `finish` was called."""
@@ -339,7 +339,7 @@ class Pruner:
         self._announce(event)
         return event
 
-    @contextmanager
+    @contextlib.contextmanager
     def _surgery(self) -> Iterator[Callable[[], None]]:
         """All or nothing, on all ranks alike; yields what undoes everything so far."""
         self._meet()
@@ -393,22 +393,26 @@ class Pruner:
 
     def _spread(self, source: InverseOf, undo: Callable[[], None]) -> Settings:
         """The settings of an event, with the ratios that cutting each layer on trial suggests."""
-        evaluate = self.evaluate
-        if evaluate is None:
+        if self.evaluate is None:
             return self._settings
 
-        def loss_after(settings: Settings, inverses: KnownInverses) -> float:
-            self._operate(settings, inverses)
-            forget_compiled_code()
-            return self._mean(evaluate())
-
-        def losses_of(settings: Settings) -> list[float]:
+        def trial(settings: Settings, name: str) -> list[tuple[int, float]]:
             inverses = KnownInverses(source)
-            losses = [loss_after(settings, inverses) for _ in range(STEPS)]
+            results: list[tuple[int, float]] = []
+            with contextlib.suppress(FloatingPointError):  # there is no going further then
+                while len(results) < STEPS and self._operate(settings, inverses):
+                    results.append((self._graph[name].size, self._held_out_loss()))
             undo()
-            return losses
+            return results
 
-        return spread(self._settings, self.groups, self._budget.tensors(), self._mean(evaluate()), losses_of)
+        return spread(self._settings, self.groups, self._budget.tensors(), self._held_out_loss(), trial)
+
+    def _held_out_loss(self) -> float:
+        """As `evaluate` gives it, which leaves no trace: no gradients, and no statistics of batch norms or inputs."""
+        assert self.evaluate is not None
+        forget_compiled_code()
+        with evaluating(self.model, *self._copies):
+            return self._mean(float(self.evaluate()))
 
     def _event(self, loss: float | None, source: InverseOf, settings: Settings) -> PruneEvent | None:
         costs, sizes = self._budget.costs(), self._sizes()

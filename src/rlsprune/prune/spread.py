@@ -1,7 +1,7 @@
 """How an event is spread over the layers: one ranking of all of them, by what it costs the loss to cut each.
 
 Each layer is cut on trial, in steps of its ξ. What the loss gained and what was saved tell the price of every step, and
-the cheapest steps are taken until as much is saved as by ξ of every layer.
+the cheapest steps are taken until as much is saved as by the first step of every layer.
 """
 
 from __future__ import annotations
@@ -9,57 +9,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.prune.settings import Settings
 
 STEPS = 3
-"""So many times ξ is taken from a layer on trial. What is left then, (1 − ξ)³, is the least that an event leaves."""
+"""So many times ξ of what is left is taken from a layer on trial: no event takes more."""
 
 # Of the loss, for each step: an increase below that is not told from none.
 _LEAST = 1e-3
 _HALVINGS = 20
 
+Trial = Callable[[Settings, str], Sequence[tuple[int, float]]]
+"""Cuts a group as the settings say, up to `STEPS` times, as long as units may go, and undoes it: the units left and the
+loss after each time."""
 
-class Costs:
-    """What a network would cost without a share of each group's units.
 
-    Args:
-        tensors: Name of a parameter → what it costs as it is.
-        groups: Those that can be cut.
-    """
+class Step(NamedTuple):
+    """How far a group may be cut."""
 
-    def __init__(self, tensors: Mapping[str, float], groups: Sequence[Group]) -> None:
-        self._fixed = sum(tensors.values())
-        self._parts: dict[str, tuple[float, dict[int, dict[str, float]]]] = {}
-        for group in groups:
-            cuts = plan_cuts([(group, [0])])
-            for name, dims in cuts.tensors.items():
-                if name not in tensors:
-                    continue  # a buffer, or a second name of a parameter
-                if name not in self._parts:
-                    self._parts[name] = (tensors[name], {})
-                    self._fixed -= tensors[name]
-                for dim, stay in dims.items():
-                    size = cuts.shapes[name][dim]
-                    self._parts[name][1].setdefault(dim, {})[group.name] = group.size * (size - len(stay)) / size
-
-    def without(self, gone: Mapping[str, float]) -> float:
-        """By the share of its units that each group loses."""
-        total = self._fixed
-        for cost, dims in self._parts.values():
-            for shares in dims.values():
-                cost *= 1 - sum(share * gone.get(group, 0.0) for group, share in shares.items())
-            total += cost
-        return total
+    ratio: float
+    """ξ that does it at once."""
+    gone: float
+    """The share of its units that went on trial."""
+    increase: float
+    """Of the loss."""
 
 
 def spread(
-    settings: Settings,
-    groups: Sequence[Group],
-    tensors: Mapping[str, float],
-    before: float,
-    losses_of: Callable[[Settings], Sequence[float]],
+    settings: Settings, groups: Sequence[Group], tensors: Mapping[str, float], before: float, trial: Trial
 ) -> Settings:
     """The settings with the ratios of an event that saves as much, where that costs the loss least.
 
@@ -68,57 +47,103 @@ def spread(
         groups: Of the network.
         tensors: Name of a parameter → what it costs as it is.
         before: The loss of the network as it is.
-        losses_of: Cuts as some settings say, `STEPS` times, and gives the loss after each; then undoes it.
+        trial: Tells what cutting one group does.
+
+    Raises:
+        ValueError: The loss is not finite before any cut, or after every one.
     """
     if not math.isfinite(before):
         raise ValueError(f"evaluate() gave {before} before anything was cut: training has diverged")
-    groups = [group for group in groups if group.size > 1]
-    ratios = {group.name: settings.ratio_of(group) for group in groups if settings.ratio_of(group)}
-    trials = {name: replace(settings.shared_out({name: ratio}), inverse="slice") for name, ratio in ratios.items()}
-    losses = {name: losses_of(trial) for name, trial in trials.items()}
-    return settings.shared_out(share_out(ratios, losses, before, Costs(tensors, groups)))
+    steps: dict[str, list[Step]] = {}
+    for group in groups:
+        ratio = settings.ratio_of(group)
+        # P of the optimizer is thrown away with the trial: sliced is the cheapest.
+        alone = replace(settings.shared_out({group.name: ratio}), inverse="slice") if ratio else None
+        for number, (left, loss) in enumerate(trial(alone, group.name) if alone else (), 1):
+            increase = max(loss - before, _LEAST * number * abs(before)) if math.isfinite(loss) else math.inf
+            steps.setdefault(group.name, []).append(Step(1 - (1 - ratio) ** number, 1 - left / group.size, increase))
+    if not steps:
+        return settings
+    if all(group_steps[0].increase == math.inf for group_steps in steps.values()):
+        raise ValueError(f"evaluate() gave {before:g} before anything was cut, and no number after any cut: check it")
+    return settings.shared_out(share_out(steps, Costs(tensors, [group for group in groups if group.name in steps])))
 
 
-def share_out(
-    ratios: Mapping[str, float], losses: Mapping[str, Sequence[float]], before: float, costs: Costs
-) -> dict[str, float]:
-    """The share of its units that each group loses, where that is cheapest.
+class Costs:
+    """What a network would cost without a share of each group's units.
 
     Args:
-        ratios: Name of a group → its ξ.
-        losses: Name of a group → the loss after each of the `STEPS` in which it alone was cut.
-        before: The loss of the network as it is.
-        costs: Of the network without some of its units.
+        tensors: Name of a parameter → what it costs as it is.
+        groups: Those that can be cut: of two units or more.
     """
 
-    def increase(loss: float, number: int) -> float:
-        return max(loss - before, _LEAST * number * abs(before)) if math.isfinite(loss) else math.inf
+    def __init__(self, tensors: Mapping[str, float], groups: Sequence[Group]) -> None:
+        self._fixed = sum(tensors.values())
+        self._cut: dict[str, tuple[float, dict[int, dict[str, float]]]] = {}
+        """Name of a parameter → its cost, and for each of its dimensions the part of it that is each group's."""
+        self._of_group: dict[str, set[str]] = {}
+        for group in groups:
+            cuts = plan_cuts([(group, [0])])
+            self._of_group[group.name] = cuts.tensors.keys() & tensors.keys()  # no buffers, no second names
+            for name in self._of_group[group.name]:
+                if name not in self._cut:
+                    self._cut[name] = (tensors[name], {})
+                    self._fixed -= tensors[name]
+                for dim, stay in cuts.tensors[name].items():
+                    size = cuts.shapes[name][dim]
+                    self._cut[name][1].setdefault(dim, {})[group.name] = group.size * (size - len(stay)) / size
 
-    prices = {name: [0.0, *map(increase, after, range(1, STEPS + 1))] for name, after in losses.items()}
+    def without(self, gone: Mapping[str, float]) -> float:
+        """By the share of its units that each group loses."""
+        return self._fixed + sum(self._cost(name, gone) for name in self._cut)
 
-    def shares(steps: Mapping[str, float]) -> dict[str, float]:
-        return {name: 1 - (1 - ratios[name]) ** number for name, number in steps.items() if number}
+    def saved(self, gone: Mapping[str, float], group: str, share: float) -> float:
+        """By one of them losing another share than that."""
+        changed = {**gone, group: share}
+        return sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
 
-    def price_of(name: str, number: int) -> float:
-        """Of going on to so many steps of a group, for what that saves."""
-        saved = costs.without(shares(steps)) - costs.without(shares({**steps, name: number}))
-        return (prices[name][number] - prices[name][steps[name]]) / saved if saved > 0 else math.inf
+    def _cost(self, name: str, gone: Mapping[str, float]) -> float:
+        cost, dims = self._cut[name]
+        for parts in dims.values():
+            cost *= 1 - sum(part * gone.get(group, 0.0) for group, part in parts.items())
+        return cost
 
-    goal = costs.without(ratios)
-    steps = last = dict.fromkeys(losses, 0)
-    while costs.without(shares(steps)) > goal:
-        options = [(name, number) for name in steps for number in range(steps[name] + 1, STEPS + 1)]
-        price, best = min(((price_of(*option), option) for option in options), default=(math.inf, None))
-        if best is None or price == math.inf:
+
+def share_out(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, float]:
+    """The ratio of each group that is to be cut, so that as much is saved as by the first step of all, most cheaply.
+
+    Args:
+        steps: Name of a group → how far it may be cut, further and further.
+        costs: Of the network without some of its units.
+    """
+    goal = costs.without({name: ahead[0].gone for name, ahead in steps.items()})
+    further = {name: list(ahead) for name, ahead in steps.items()}
+    taken = dict.fromkeys(steps, Step(0.0, 0.0, 0.0))
+    while any(further.values()):
+        gone = {name: step.gone for name, step in taken.items()}
+        prices = {
+            (name, step): (step.increase - taken[name].increase) / costs.saved(gone, name, step.gone)
+            for name, ahead in further.items()
+            for step in ahead
+        }
+        name, step = min(prices, key=prices.__getitem__)
+        if prices[name, step] == math.inf:
             break
-        last, steps = steps, {**steps, best[0]: best[1]}
-    enough, too_little = 1.0, 0.0  # of the last move
-    result = shares(steps)
+        if costs.without({**gone, name: step.gone}) <= goal:
+            taken[name] = _just_enough(costs, gone, name, taken[name], step, goal)
+            break
+        taken[name] = step
+        further[name] = [other for other in further[name] if other.gone > step.gone]
+    return {name: step.ratio for name, step in taken.items() if step.ratio}
+
+
+def _just_enough(costs: Costs, gone: Mapping[str, float], name: str, before: Step, after: Step, goal: float) -> Step:
+    """Between two steps of a group, where the network first costs no more than it should."""
+    low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
-        part = (enough + too_little) / 2
-        tried = shares({name: last[name] + part * (number - last[name]) for name, number in steps.items()})
-        if costs.without(tried) <= goal:
-            enough, result = part, tried
+        middle = (low + high) / 2
+        if costs.without({**gone, name: before.gone + middle * (after.gone - before.gone)}) <= goal:
+            high = middle
         else:
-            too_little = part
-    return result
+            low = middle
+    return Step(*(start + high * (end - start) for start, end in zip(before, after, strict=True)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlsprune.data.datasets import Split
+from rlsprune.data.datasets import Split, stratified_choice
 from rlsprune.determinism import deterministic
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.files import FileError
@@ -270,9 +270,10 @@ class Run:
         return losses.mean if self.recipe.gate == "train" else losses.last
 
     def _held_out_loss(self) -> float:
-        """On not too many images: it is asked for many times in a row."""
-        assert self.data.valid is not None
-        return self._evaluate(self.data.valid.select(torch.arange(min(_WEIGHED, len(self.data.valid))))).loss
+        """On not too many images, of every class: it is asked for many times in a row."""
+        valid = self.data.valid
+        assert valid is not None
+        return self._evaluate(valid.select(stratified_choice(valid.labels, min(_WEIGHED, len(valid)), seed=0))).loss
 
     def _reunite(self) -> None:
         """From now on trains on the held-out images too, in epochs of as many images as before."""
