@@ -57,9 +57,11 @@ def spread(
     steps: dict[str, list[Step]] = {}
     for group in groups:
         ratio = settings.ratio_of(group)
+        if not ratio:
+            continue
         # P of the optimizer is thrown away with the trial: sliced is the cheapest.
-        alone = replace(settings.shared_out({group.name: ratio}), inverse="slice") if ratio else None
-        for number, (left, loss) in enumerate(trial(alone, group.name) if alone else (), 1):
+        alone = replace(settings.shared_out({group.name: ratio}), inverse="slice")
+        for number, (left, loss) in enumerate(trial(alone, group.name), 1):
             increase = max(loss - before, _LEAST * number * abs(before)) if math.isfinite(loss) else math.inf
             steps.setdefault(group.name, []).append(Step(1 - (1 - ratio) ** number, 1 - left / group.size, increase))
     if not steps:
@@ -81,10 +83,12 @@ class Costs:
         self._fixed = sum(tensors.values())
         self._cut: dict[str, tuple[float, dict[int, dict[str, float]]]] = {}
         """Name of a parameter → its cost, and for each of its dimensions the part of it that is each group's."""
-        self._of_group: dict[str, set[str]] = {}
+        self._of_group: dict[str, list[str]] = {}
         for group in groups:
             cuts = plan_cuts([(group, [0])])
-            self._of_group[group.name] = cuts.tensors.keys() & tensors.keys()  # no buffers, no second names
+            self._of_group[group.name] = [
+                name for name in cuts.tensors if name in tensors
+            ]  # no buffers, no second names
             for name in self._of_group[group.name]:
                 if name not in self._cut:
                     self._cut[name] = (tensors[name], {})
