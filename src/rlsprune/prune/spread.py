@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from rlsprune.graph import Group, plan_cuts
@@ -134,19 +135,24 @@ def share_out(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, fl
         if prices[name, step] == math.inf:
             break
         if costs.without({**gone, name: step.gone}) <= goal:
-            taken[name] = _just_enough(costs, gone, name, taken[name], step, goal)
+            taken[name] = _just_enough(costs, gone, name, [taken[name], *further[name]], goal)
             break
         taken[name] = step
         further[name] = [other for other in further[name] if other.gone > step.gone]
     return {name: step.ratio for name, step in taken.items() if step.ratio}
 
 
-def _just_enough(costs: Costs, gone: Mapping[str, float], name: str, before: Step, after: Step, goal: float) -> Step:
-    """Between two steps of a group, where the network first costs no more than it should."""
+def _just_enough(costs: Costs, gone: Mapping[str, float], name: str, way: Sequence[Step], goal: float) -> Step:
+    """On the way from one step of a group to the next and further, where the network first costs no more than that."""
+
+    def enough(share: float) -> bool:
+        return costs.without({**gone, name: share}) <= goal
+
+    before, after = next(pair for pair in pairwise(way) if enough(pair[1].gone))
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if costs.without({**gone, name: before.gone + middle * (after.gone - before.gone)}) <= goal:
+        if enough(before.gone + middle * (after.gone - before.gone)):
             high = middle
         else:
             low = middle
