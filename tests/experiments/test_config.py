@@ -1,12 +1,14 @@
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsprune.experiments.config import PAPER, RunConfig, make_config
 from rlsprune.experiments.paper import TABLES
 from rlsprune.experiments.plan import COMPARED, comparison, sweep, twin_of
-from rlsprune.experiments.registry import BASELINES, EXPERIMENTS, METHODS
+from rlsprune.experiments.registry import BASELINES, EXPERIMENTS, METHODS, experiment
 from rlsprune.train.settings import TrainingSettings
 
 
@@ -158,6 +160,36 @@ def test_tolerance_is_ours_unless_another_is_asked_for(tmp_path: Path) -> None:
         comparison("mnist-fnn", ["l1-norm"], [0], tmp_path, tolerance=0.2)
     with pytest.raises(ValueError, match="--tolerance is for rls: l1-norm"):
         make_config("mnist-fnn", "l1-norm", tolerance=0.1)
+
+
+def test_events_are_spread_on_the_vggs_unless_there_is_nothing_to_measure_by(tmp_path: Path) -> None:
+    def spread(name: str, **options: Any) -> bool:
+        config = make_config(name, **options)
+        assert config.pruning is not None
+        return config.pruning.spread
+
+    assert spread("cifar10-vgg")
+    assert not spread("cifar10-vgg", spread=False)
+    assert not spread("cifar10-vgg", gate="train")
+    assert spread("mnist-fnn", spread=True)
+    assert not spread("mnist-fnn")
+    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --spread"):
+        make_config("cifar10-vgg", spread=True, gate="train")
+    with pytest.raises(ValueError, match="--spread is for rls: rls-paper"):
+        make_config("cifar10-vgg", "rls-paper", spread=True)
+    runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path, spread=True)}
+    assert runs["rls"].pruning == replace(experiment("mnist-fnn").pruning, spread=True)
+    assert runs["rls-paper"].pruning == PAPER
+
+
+def test_small_networks_train_for_longer(tmp_path: Path) -> None:
+    runs = {run.label: run.config.epochs for run in comparison("svhn-vgg", COMPARED, [0], tmp_path)}
+    preset = experiment("svhn-vgg").presets["short"]
+    assert preset.small_epochs is not None
+    assert preset.small_epochs > preset.epochs
+    assert {label for label, epochs in runs.items() if epochs == preset.small_epochs} == {"rls", "scratch"}
+    assert {epochs for label, epochs in runs.items() if label not in ("rls", "scratch")} == {preset.epochs}
+    assert make_config("svhn-vgg", epochs=3).epochs == 3
 
 
 @pytest.mark.parametrize(("epochs", "patience"), [(10, 3), (39, 3), (40, 4), (200, 20)])

@@ -24,6 +24,7 @@ _MEASURES = (
     "latency_ms",
     "latency_unpruned_ms",
     "seconds",
+    "epochs",
     "events",
 )
 
@@ -53,7 +54,6 @@ def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
         "experiment": name,
         "title": experiment(name).title,
         "seeds": list(dict.fromkeys(run.config.seed for run in runs)),
-        "epochs": runs[0].config.epochs,
         "preset": runs[0].config.preset,
         "methods": {label: columns[label] for label in methods},
         "unpruned": unpruned,
@@ -70,7 +70,7 @@ def _column(paths: Iterable[Path]) -> dict[str, Any]:
     waits = [event["epochs_to_recover"] for event in events if event["epochs_to_recover"] is not None]
     return {
         "runs": len(summaries),
-        **{name: _spread([summary[name] for summary in summaries]) for name in _MEASURES},
+        **{name: _over_runs([summary[name] for summary in summaries]) for name in _MEASURES},
         "layers": _layers([summary["layers"] for summary in summaries]),
         "lost_per_event": statistics.fmean(lost) if lost else None,
         "epochs_to_recover": statistics.fmean(waits) if waits else None,
@@ -79,7 +79,7 @@ def _column(paths: Iterable[Path]) -> dict[str, Any]:
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _over_runs(values: Sequence[float]) -> dict[str, float]:
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return {"mean": statistics.fmean(values), "deviation": deviation}
 

@@ -161,7 +161,8 @@ def make_config(
         ours = replace(ours, gate=gate, spread=ours.spread if gate == "valid" else bool(spread))
     like_rls = like_rls or method in ("rls", "scratch")
     augmented = like_rls or chosen.augment if augment is None else augment
-    epochs = values.pop("epochs", chosen.epochs)
+    small = chosen.small_epochs if method in ("rls", "scratch") else None
+    epochs = values.pop("epochs", small or chosen.epochs)
     warmup = values.pop("warmup_epochs", chosen.warmup_epochs)
     prune_epoch = values.pop("prune_epoch", warmup + 1)
     return RunConfig(

@@ -35,7 +35,7 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
         path: The picture's file; its ending says which kind.
     """
     figure = _figure(12, 4.2)
-    figure.suptitle(f"{comparison['title']}, {comparison['epochs']} epochs")
+    figure.suptitle(comparison["title"])
     points = [(label, column, True) for label, column in comparison["methods"].items()]
     points += [(label, column, False) for label, column in comparison["unpruned"].items()]
     for axes, (key, title) in zip(figure.subplots(1, len(_COSTS), sharey=True), _COSTS, strict=True):

@@ -13,7 +13,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
     seeds = comparison["seeds"]
     number = comparison["paper_table"]
     parts = [
-        f"## {comparison['title']}: {comparison['epochs']} epochs, "
+        f"## {comparison['title']}: "
         + (f"seed {seeds[0]}" if len(seeds) == 1 else f"mean of seeds {', '.join(map(str, seeds))}"),
         "Retained nodes / weights in percent; n and w are those of the unpruned network.",
         _layer_table(comparison),
@@ -69,6 +69,7 @@ def _result_table(comparison: Mapping[str, Any]) -> str:
     head = [
         "Method",
         "runs",
+        "epochs",
         "precision %",
         "loss",
         "nodes %",
@@ -88,6 +89,7 @@ def _results(column: Mapping[str, Any]) -> list[str]:
     lost = column["lost_per_event"]
     return [
         str(column["runs"]),
+        f"{column['epochs']['mean']:g}",
         _beside_unpruned(column, "precision", 2),
         _beside_unpruned(column, "loss", 3),
         _number(column["nodes_percent"], 1),
