@@ -87,9 +87,8 @@ class Costs:
         self._of_group: dict[str, list[str]] = {}
         for group in groups:
             cuts = plan_cuts([(group, [0])])
-            self._of_group[group.name] = [
-                name for name in cuts.tensors if name in tensors
-            ]  # no buffers, no second names
+            # No buffers, and of a shared parameter its first name alone.
+            self._of_group[group.name] = [name for name in cuts.tensors if name in tensors]
             for name in self._of_group[group.name]:
                 if name not in self._cut:
                     self._cut[name] = (tensors[name], {})

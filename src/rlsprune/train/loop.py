@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 
+from rlsprune._model import evaluating
 from rlsprune.train.guard import FaultError, Guard
 from rlsprune.train.method import Method
 from rlsprune.train.share import Share
@@ -107,18 +108,15 @@ def train_epoch(
     return losses
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], loss_function: Loss, share: Share = ALONE) -> Evaluation:
     """Loss and precision, in evaluation mode; the mode is put back after."""
-    was_training = model.training
-    model.eval()
     losses, corrects, seen = [], [], 0
-    for inputs, labels in share.of_batches(batches):
-        outputs = model(inputs)
-        losses.append(loss_function(outputs, labels) * len(labels))
-        corrects.append((outputs.argmax(-1) == labels).sum())
-        seen += len(labels)
-    model.train(was_training)
+    with evaluating(model):
+        for inputs, labels in share.of_batches(batches):
+            outputs = model(inputs)
+            losses.append(loss_function(outputs, labels) * len(labels))
+            corrects.append((outputs.argmax(-1) == labels).sum())
+            seen += len(labels)
     loss, correct, images = share.totals([_total(losses), _total(corrects), seen])
     return Evaluation(loss / images, 100 * correct / images)
 
