@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rlsprune
 from rlsprune.train.loop import evaluate
-from rlsprune.train.shrink import FrontPoint
+from rlsprune.train.shrink import FrontPoint, _OnDevice
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 
@@ -20,10 +20,7 @@ def batches(seed: int, count: int = 16) -> Batches:
     return [(x, (x[:, :2].square().sum(1) > 0.6).long()) for x in inputs]
 
 
-@pytest.fixture
-def trained() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+def train(model: nn.Sequential) -> nn.Sequential:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(30):
         for inputs, labels in batches(0):
@@ -31,6 +28,12 @@ def trained() -> nn.Module:
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
     return model.eval()
+
+
+@pytest.fixture
+def trained() -> nn.Module:
+    torch.manual_seed(0)
+    return train(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)))
 
 
 def precision(model: nn.Module) -> float:
@@ -68,6 +71,35 @@ def test_drop_is_kept_and_the_smallest_within_it_comes_back(trained: nn.Module) 
     assert shrunk.chosen is shrunk.front[-2]
     assert precision(trained) == shrunk.chosen.score >= before - 2.0
     assert shrunk.chosen.params < shrunk.front[0].params
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_a_round_takes_from_the_layers_that_can_spare_it(spread: bool) -> None:
+    # The second hidden layer has sixteen units, each four times.
+    torch.manual_seed(0)
+    model = train(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 2)))
+    wide = nn.Linear(64, 64), nn.Linear(64, 2)
+    with torch.no_grad():
+        for copied, (layer, dim) in zip(wide, ((model[2], 0), (model[4], 1)), strict=True):
+            copied.weight.copy_(layer.weight.repeat_interleave(4, dim) / (4 if dim else 1))
+            copied.bias.copy_(layer.bias if dim else layer.bias.repeat_interleave(4))
+    model[2], model[4] = wide
+    options = {"ratio": 0.25, "recovery_epochs": 0, "target": {"params": 0.7}, "spread": spread}
+    shrunk = rlsprune.shrink(model, batches(0), valid=batches(1), **options)  # type: ignore[arg-type]
+    assert (model[0].out_features > 1.5 * model[2].out_features) == spread
+    assert shrunk.chosen.params <= 0.7 * shrunk.front[0].params
+
+
+@pytest.mark.parametrize("count", [1, 7, 100, 640, 1000])
+def test_a_sample_is_spread_evenly_over_the_batches(count: int) -> None:
+    everything = torch.arange(640)
+    given = [(part.unsqueeze(1), part) for part in everything.split(60)]
+    sample = _OnDevice(given, torch.device("cpu"), "valid").sample(count)
+    labels = torch.cat([labels for _, labels in sample])
+    assert count / 2 <= len(labels) <= count or len(labels) == 640
+    assert labels.diff().unique().numel() <= 1
+    assert 640 - labels[-1] <= 640 / len(labels)
+    assert all(torch.equal(inputs[:, 0], labels) and len(labels) <= 60 for inputs, labels in sample)
 
 
 def test_nothing_is_left_on_the_network(trained: nn.Module) -> None:
@@ -112,6 +144,8 @@ def test_bad_arguments(trained: nn.Module, options: dict[str, object], message: 
 def test_no_batch_and_no_held_out_batches_are_said(trained: nn.Module) -> None:
     with pytest.raises(ValueError, match="data has no batch"):
         rlsprune.shrink(trained, [], target={"params": 0.5}, valid=batches(1))
+    with pytest.raises(ValueError, match="valid has no batch"):
+        rlsprune.shrink(trained, batches(0), target={"params": 0.5}, valid=[])
     with pytest.warns(UserWarning, match="held-out"):
         rlsprune.shrink(trained, batches(0, 2), target={"params": 0.9}, recovery_epochs=0)
 

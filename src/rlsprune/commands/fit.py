@@ -59,7 +59,7 @@ def fit(
     tolerance: options.Tolerance = None,
     spread: Annotated[
         bool,
-        typer.Option("--spread", help="Take from each layer what costs the held-out loss least, not ξ from all."),
+        typer.Option("--spread", help=options.SPREAD),
     ] = OURS.spread,
     epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
     warmup_epochs: Annotated[

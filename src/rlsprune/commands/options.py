@@ -67,14 +67,8 @@ Tolerance = Annotated[
         help=f"How far above the least loss at a prune is recovered, as a share of it. Default: {OURS.tolerance}.",
     ),
 ]
-Spread = Annotated[
-    bool | None,
-    typer.Option(
-        "--spread/--no-spread",
-        help="Take from each layer what costs the held-out loss least, instead of ξ from all. Default: the "
-        "experiment's.",
-    ),
-]
+SPREAD = "Take from each layer what costs the held-out loss least, instead of ξ from all."
+Spread = Annotated[bool | None, typer.Option("--spread/--no-spread", help=f"{SPREAD} Default: the experiment's.")]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
 ]

@@ -26,9 +26,10 @@ def pareto(
     target: Annotated[
         float | None, typer.Option("--target", help="Stop at this share of the parameters, whatever the precision.")
     ] = None,
-    ratio: Annotated[float, typer.Option("--ratio", help="The share of a layer that goes in a round.")] = 0.2,
+    ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of a layer that goes in a round.")] = 0.2,
     recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
     lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
+    spread: Annotated[bool, typer.Option("--spread/--no-spread", help=options.SPREAD)] = True,
     data_dir: options.DataDir = None,
     device: options.Device = None,
     out: options.Out = None,
@@ -62,6 +63,7 @@ def pareto(
         ratio=ratio,
         recovery_epochs=recovery_epochs,
         lr=lr,
+        spread=spread,
         on_point=show,
     )
     typer.echo(f"chosen: {_line(result['front'][result['chosen']], full)}")

@@ -34,6 +34,7 @@ def shrink_run(
     ratio: float,
     recovery_epochs: int,
     lr: float,
+    spread: bool,
     on_point: Callable[[Point], object] = lambda point: None,
 ) -> Mapping[str, Any]:
     """Shrinks a run's network, and writes the front, its picture and the chosen network.
@@ -49,6 +50,7 @@ def shrink_run(
         ratio: The share of a layer's channels that goes in a round.
         recovery_epochs: At most, after each round.
         lr: η of the RLS that recovers.
+        spread: Take from each layer what costs the held-out loss least, not the ratio from all.
         on_point: Told about each network on the way.
 
     Returns:
@@ -78,10 +80,18 @@ def shrink_run(
         optimizer=lambda network: RLS(network, lr=lr),
         ratio=ratio,
         recovery_epochs=recovery_epochs,
+        spread=spread,
         on_point=note,
     )
     chosen = shrunk.front.index(shrunk.chosen)
-    settings = {"max_drop": max_drop, "target": target, "ratio": ratio, "recovery_epochs": recovery_epochs, "lr": lr}
+    settings = {
+        "max_drop": max_drop,
+        "target": target,
+        "ratio": ratio,
+        "recovery_epochs": recovery_epochs,
+        "lr": lr,
+        "spread": spread,
+    }
     result = {"run": dict(recipe.title), "settings": settings, "chosen": chosen, "front": points}
     io.save(shrunk.model, out / "model.safetensors", metadata={"config": config.to_dict()})
     draw_front(points, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ __all__ = ["FrontPoint", "Shrunk", "shrink"]
 
 # Batches that an event's statistics come from: enough for the most rows that are kept of a layer.
 _CALIBRATION_BATCHES = 32
+_WEIGHED = 512  # held-out inputs that tell what cutting a layer costs
 
 Score = Callable[[nn.Module], float]
 """How good a network is, higher is better."""
@@ -87,12 +89,14 @@ def shrink(
     criterion: str = "obs",
     ignore: Iterable[str] = (),
     round_to: int = 1,
+    spread: bool = True,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
 ) -> Shrunk:
     """Makes a trained network as small as the target or the allowed drop lets it be.
 
-    Each round removes a share of every layer's channels, refits the layers that read them from the exact statistics of
-    their inputs, and trains until the score is back or the epochs of recovery are used up.
+    Each round removes a share of the channels, from the layers where that costs the held-out loss least, refits the
+    layers that read them from the exact statistics of their inputs, and trains until the score is back or the epochs of
+    recovery are used up.
 
     Args:
         model: Trained by anyone, with any optimizer. It is changed in place.
@@ -110,6 +114,8 @@ def shrink(
         criterion: As of `rlsprune.Pruner`.
         ignore: Names of layers that keep all their channels.
         round_to: Layers keep a multiple of this many channels.
+        spread: Whether a round takes more from the layers where it costs the loss less, on a sample of the batches
+            that are scored, and as much in all; if not, it takes ``ratio`` of every layer.
         on_point: Called with each point and the network as it is there.
 
     Returns:
@@ -141,15 +147,25 @@ def shrink(
     if score is None and valid is None:
         warnings.warn("shrink scores on the training batches: give valid= held-out ones", stacklevel=2)
     device = next(model.parameters()).device
-    batches = _OnDevice(data, device)
-    scored = _OnDevice(data if valid is None else valid, device)
+    batches = _OnDevice(data, device, "data")
+    scored = batches if valid is None else _OnDevice(valid, device, "valid")
     score = score or (lambda network: evaluate(network, scored, loss).precision)
-    example = batches.example()
+    example, _ = batches.example(), scored.example()
     was_training = model.training
     recovery = RLS(model, lr=0.1) if optimizer is None else optimizer(model)
     pruner = Pruner(
-        model, recovery, example, ratio=ratio, criterion=criterion, ignore=ignore, round_to=round_to, target=target
+        model,
+        recovery,
+        example,
+        ratio=ratio,
+        criterion=criterion,
+        ignore=ignore,
+        round_to=round_to,
+        target=target,
     )
+    if spread:
+        sample = scored.sample(_WEIGHED)
+        pruner.evaluate = lambda: evaluate(model, sample, loss).loss
     guard = Guard(model)
     front = _Front(model, recovery, example, score, max_drop, on_point)
     try:
@@ -178,8 +194,8 @@ def shrink(
 class _OnDevice:
     """Batches, moved to where the network is as they are used."""
 
-    def __init__(self, batches: Iterable[Batch], device: torch.device) -> None:
-        self._batches, self._device = batches, device
+    def __init__(self, batches: Iterable[Batch], device: torch.device, name: str) -> None:
+        self._batches, self._device, self._name = batches, device, name
 
     def __iter__(self) -> Iterator[Batch]:
         for inputs, labels in self._batches:
@@ -189,8 +205,18 @@ class _OnDevice:
         """One input."""
         first = next(iter(self), None)
         if first is None:
-            raise ValueError("data has no batch: give batches of (inputs, labels) that can be gone through many times")
+            raise ValueError(f"{self._name} has no batch: give (inputs, labels) that can be gone through many times")
         return first[0][:1]
+
+    def sample(self, count: int) -> list[Batch]:
+        """At most so many inputs, evenly from all of them."""
+        sizes = [len(labels) for _, labels in self._batches]
+        every = math.ceil(sum(sizes) / count)
+        chosen: list[list[Tensor]] = []
+        for start, batch in zip(itertools.accumulate(sizes, initial=0), self, strict=False):
+            chosen.append([part[-start % every :: every] for part in batch])
+        inputs, labels = (torch.split(torch.cat(parts), max(sizes)) for parts in zip(*chosen, strict=True))
+        return list(zip(inputs, labels, strict=True))
 
 
 class _Front:
