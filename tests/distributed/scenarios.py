@@ -151,8 +151,8 @@ def guards() -> dict[str, str]:
         optimizer.inverse("2")[0, 0] += rank * 1e-6
     refused("P", pruner.prune)
     optimizer.reset("2")
-    pruner._settings = pruner._settings.__class__(
-        **{**vars(pruner._settings), "criterion": lambda group: [torch.arange(group.size) * (1.0 - 2 * rank)]}
+    pruner._surgeon.settings = pruner._surgeon.settings.__class__(
+        **{**vars(pruner._surgeon.settings), "criterion": lambda group: [torch.arange(group.size) * (1.0 - 2 * rank)]}
     )
     refused("chosen", pruner.prune)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,28 +15,17 @@ from torch.optim.swa_utils import AveragedModel
 
 from rlsprune import io
 from rlsprune._arguments import check_argument
-from rlsprune._model import ExampleInputs, evaluating
+from rlsprune._model import ExampleInputs
 from rlsprune._tensors import forget_compiled_code, is_sharded
-from rlsprune.distributed.fingerprint import fingerprint
-from rlsprune.distributed.ranks import find_ranks
-from rlsprune.distributed.wrapper import rebuild
-from rlsprune.graph import ChannelGraph, Group, find_groups
+from rlsprune.graph import Group
 from rlsprune.inputs import kept_inputs, strip_inputs
-from rlsprune.optim.rls import RLS
-from rlsprune.prune.budget import Budget
-from rlsprune.prune.criteria import Criterion, InverseOf
-from rlsprune.prune.event import LayerChange, PruneEvent
-from rlsprune.prune.operation import operate, undone_on_error
-from rlsprune.prune.refit import KnownInverses
+from rlsprune.prune.criteria import Criterion
+from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.schedule import Decision, Gate
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
-from rlsprune.prune.source import InverseSource
-from rlsprune.prune.spread import STEPS, spread
+from rlsprune.prune.surgeon import Surgeon
 from rlsprune.prune.surgery import inner
-
-# How often the last event's ratio is halved towards the target.
-_TARGET_STEPS = 5
 
 
 class Pruner:
@@ -118,22 +104,10 @@ class Pruner:
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
         check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
         check_argument("patience", patience, patience is None or patience >= 1, "None or at least 1")
-        self._ranks = optimizer.ranks if isinstance(optimizer, RLS) else find_ranks(model)
-        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        model = model.module if isinstance(model, DistributedDataParallel) else model
-        if any(map(is_sharded, model.parameters())):
-            raise ValueError(
-                "the model is divided by fully_shard, and its parts cannot be cut: train it with "
-                "DistributedDataParallel and RLS(..., shard=True), or prune a whole copy (rlsprune.save its full "
-                "state, load it into a plain model, prune, and call fully_shard on that)"
-            )
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in model.parameters()):
-            raise ValueError("the optimizer has none of the model's parameters: give the one that trains this model")
-        self.model, self.optimizer, self.example_inputs = model, optimizer, example_inputs
-        self._settings = Settings(
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self.optimizer, self.example_inputs = optimizer, example_inputs
+        _check_trained(self.model, optimizer)
+        settings = Settings(
             optimizer,
             ratio,
             input_ratio,
@@ -145,16 +119,13 @@ class Pruner:
             round_to,
             dict(target) if isinstance(target, Mapping) else target or {},
         )
-        self._ignore, self._on_prune = ignore if isinstance(ignore, str) else tuple(ignore), on_prune
-        self._known_graph: ChannelGraph | None = self._find_graph()
-        self._inverses = InverseSource(model, optimizer, self._settings, self._ranks)
-        self._copies: list[nn.Module] = []
+        self._surgeon = Surgeon(model, optimizer, example_inputs, settings, ignore)
+        self._on_prune = on_prune
         self._gate = Gate(warmup_epochs, patience, tolerance)
         self._recovered: list[Snapshot] | None = None
         """Of the model and its copies, when the loss had last recovered."""
         self.evaluate = evaluate
         """Gives the held-out loss that events are spread by, or None; it may be set at any time."""
-        self._budget = Budget(model, example_inputs, self._settings.target)
         self.done = False
         """Whether pruning has ended: the target is reached, patience ran out, or `finish` was called."""
         self.history: list[PruneEvent] = []
@@ -169,8 +140,7 @@ class Pruner:
             loss: The loss to compare with those at earlier prunes; which one is up to the caller. Of several ranks,
                 each gives that of its share, and the mean counts.
         """
-        loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        loss = self._mean(loss)
+        loss = self._surgeon.mean(float(loss.detach() if isinstance(loss, Tensor) else loss))
         if not math.isfinite(loss):
             raise ValueError(f"loss={loss} in epoch {self._gate.epoch + 1}: training has diverged. Nothing was pruned")
         decision = self._gate.step(loss)
@@ -178,7 +148,7 @@ class Pruner:
         if not self.done and decision is Decision.ROLL_BACK:
             self._roll_back(loss)
         elif not self.done and decision is Decision.PRUNE:
-            self.done = self._reached()
+            self.done = self._surgeon.reached()
             if not self.done:
                 event = self._prune(loss)
         self._restart_statistics()
@@ -193,10 +163,7 @@ class Pruner:
 
     def preview(self) -> PruneEvent | None:
         """The event that `prune` would make, with what that needs, changing nothing; ``print`` shows it as a table."""
-        with self._surgery() as undo:
-            event = self._event_within_target(None, undo)
-            undo()
-        return None if event is None else replace(event, kind="preview")
+        return self._surgeon.prune(self._gate.epoch, None, self.evaluate, preview=True)
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Gathers exact input statistics from given batches, when no training step has been seen yet.
@@ -204,7 +171,7 @@ class Pruner:
         Args:
             batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
         """
-        self._inverses.calibrate(batches, self.example_inputs)
+        self._surgeon.inverses.calibrate(batches, self.example_inputs)
 
     def finish(self) -> None:
         """Ends pruning. If the network has not recovered from the last prune, it goes back to the last one that had."""
@@ -235,12 +202,12 @@ class Pruner:
                 f"follow() takes a copy of the model, and {name!r} has the shape {others.get(name)} in this one, "
                 f"{shapes.get(name)} in the model"
             )
-        if isinstance(copy, AveragedModel) and copy.use_buffers and self._prunes_inputs():
+        if isinstance(copy, AveragedModel) and copy.use_buffers and self._surgeon.prunes_inputs():
             raise ValueError(
                 "AveragedModel(use_buffers=True) averages buffers that hold indices, such as those of the kept inputs: "
                 "make it with use_buffers=False, which copies buffers, or prune with input_ratio=0"
             )
-        self._copies.append(copy)
+        self._surgeon.copies.append(copy)
 
     @property
     def recovered(self) -> bool:
@@ -250,19 +217,19 @@ class Pruner:
     @property
     def target_reached(self) -> bool:
         """Whether the network is as small as ``target`` asks for; never without one."""
-        return self._budget.reached()
+        return self._surgeon.budget.reached()
 
     def close(self) -> None:
         """Removes the pruner's hooks from the model, which stays as it is. Nothing can be pruned after that."""
         self.done = True
-        self._inverses.close()
+        self._surgeon.inverses.close()
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """The channels that can be pruned, as they are now."""
-        return self._graph.groups
+        return self._surgeon.graph.groups
 
     @property
     def gate_level(self) -> float:
@@ -272,7 +239,7 @@ class Pruner:
     @property
     def skipped(self) -> dict[str, str]:
         """What is left alone, and why."""
-        return self._graph.skipped
+        return self._surgeon.graph.skipped
 
     @property
     def kept_inputs(self) -> Tensor | dict[str, Tensor | None] | None:
@@ -297,7 +264,7 @@ class Pruner:
             "gate": self._gate.state_dict(),
             "done": self.done,
             "history": [event.to_dict() for event in self.history],
-            "original": dict(self._budget.original),
+            "original": dict(self._surgeon.budget.original),
             "recovered": None if self._recovered is None else [kept.state_dict() for kept in self._recovered],
         }
 
@@ -306,31 +273,31 @@ class Pruner:
         history = [PruneEvent.from_dict(event) for event in state["history"]]
         recovered = None
         if state["recovered"] is not None:
-            recovered = self._snapshots(copy=True)
+            recovered = self._surgeon.snapshots()
             if len(recovered) != len(state["recovered"]):
                 raise ValueError(
                     f"the saved pruner followed {len(state['recovered']) - 1} copies of the model, this one follows "
-                    f"{len(self._copies)}: call follow() for the same copies before loading"
+                    f"{len(self._surgeon.copies)}: call follow() for the same copies before loading"
                 )
             for snapshot, saved in zip(recovered, state["recovered"], strict=True):
                 snapshot.load_state_dict(saved)
         self._gate.load_state_dict(state["gate"])
         self.done, self.history, self._recovered = bool(state["done"]), history, recovered
-        self._budget.original |= state["original"]
+        self._surgeon.budget.original |= state["original"]
         self._restart_statistics()
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
     def _prune(self, loss: float | None) -> PruneEvent | None:
-        kept = self._snapshots(copy=True) if self._gate.patience is not None and loss is not None else None
-        with self._surgery() as undo:
-            event = self._event_within_target(loss, undo)
+        kept = self._surgeon.snapshots() if self._gate.patience is not None and loss is not None else None
+        event = self._surgeon.prune(self._gate.epoch, loss, self.evaluate)
         if loss is not None:
             self._gate.pruned(loss, changed=event is not None)
         if event is None:
             warnings.warn(
                 f"nothing was pruned in epoch {self._gate.epoch}: no channel of any layer may go at ratio="
-                f"{self._settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another criterion",
+                f"{self._surgeon.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
+                "criterion",
                 stacklevel=3,
             )
             return None
@@ -339,121 +306,13 @@ class Pruner:
         self._announce(event)
         return event
 
-    @contextlib.contextmanager
-    def _surgery(self) -> Iterator[Callable[[], None]]:
-        """All or nothing, on all ranks alike; yields what undoes everything so far."""
-        self._meet()
-        try:
-            with undone_on_error(self.model, self.optimizer, self._copies, self._graph) as undo:
-                yield undo
-        finally:
-            self._rebuild_wrapper()
-
-    def _meet(self) -> None:
-        """Stops if the ranks have come to differ; buffers, which each has seen other batches for, become rank 0's."""
-        if self._ranks is None:
-            return
-        sharded = isinstance(self.optimizer, RLS) and self.optimizer.sharded
-        self._ranks.agree("the network", fingerprint(self.model, self.optimizer, state=not sharded))
-        buffers = [buffer for network in (self.model, *self._copies) for buffer in network.buffers()]
-        self._ranks.spread([buffers])
-
-    def _rebuild_wrapper(self) -> None:
-        if self._wrapper is not None:
-            rebuild(self._wrapper)
-
-    def _mean(self, loss: float) -> float:
-        """Of all ranks."""
-        return loss if self._ranks is None else math.fsum(self._ranks.gather(loss)) / self._ranks.size
-
-    def _reached(self) -> bool:
-        """Whether a target is reached: one answer for all ranks, of which each measures another latency."""
-        reached = self._budget.reached()
-        return reached if self._ranks is None else self._ranks.first(reached)
-
-    def _event_within_target(self, loss: float | None, undo: Callable[[], None]) -> PruneEvent | None:
-        """An event, with its ratios lowered to where it just reaches the target if it would go beyond."""
-        aims = self._budget.countable and not self._budget.reached()
-        # Trials begin with the same network.
-        source = cache(self._inverses) if aims or self.evaluate is not None else self._inverses
-        settings = self._spread(source, undo)
-        event = self._event(loss, source, settings)
-        if event is None or not aims or not self._budget.reached():
-            return event
-        too_little, enough = 0.0, 1.0
-        for _ in range(_TARGET_STEPS):
-            share = (too_little + enough) / 2
-            undo()
-            if self._event(loss, source, settings.scaled(share)) is not None and self._budget.reached():
-                enough = share
-            else:
-                too_little = share
-        undo()
-        return self._event(loss, source, settings.scaled(enough))
-
-    def _spread(self, source: InverseOf, undo: Callable[[], None]) -> Settings:
-        """The settings of an event, with the ratios that cutting each layer on trial suggests."""
-        if self.evaluate is None:
-            return self._settings
-
-        def trial(settings: Settings, name: str) -> list[tuple[int, float]]:
-            inverses = KnownInverses(source)
-            results: list[tuple[int, float]] = []
-            with contextlib.suppress(FloatingPointError):  # there is no going further then
-                while len(results) < STEPS and self._operate(settings, inverses):
-                    results.append((self._graph[name].size, self._held_out_loss()))
-            undo()
-            return results
-
-        return spread(self._settings, self.groups, self._budget.tensors(), self._held_out_loss(), trial)
-
-    def _held_out_loss(self) -> float:
-        """As `evaluate` gives it, which leaves no trace: no gradients, and no statistics of batch norms or inputs."""
-        assert self.evaluate is not None
-        forget_compiled_code()
-        with evaluating(self.model, *self._copies):
-            return self._mean(float(self.evaluate()))
-
-    def _event(self, loss: float | None, source: InverseOf, settings: Settings) -> PruneEvent | None:
-        costs, sizes = self._budget.costs(), self._sizes()
-        removed = self._operate(settings, KnownInverses(source))
-        return self._describe("prune", loss, costs, sizes, removed) if removed else None
-
-    def _operate(self, settings: Settings, inverses: KnownInverses) -> dict[str, list[int]]:
-        return operate(self.model, self.optimizer, self._copies, self._graph, settings, inverses, self._ranks)
-
     def _roll_back(self, loss: float | None) -> None:
         self.done = True
         if self._recovered is None:
             return
-        costs, sizes = self._budget.costs(), self._sizes()
-        for snapshot in self._recovered:
-            snapshot.restore()
-        self._rebuild_wrapper()
-        self._known_graph = None  # it was the smaller network's
+        event = self._surgeon.roll_back(self._recovered, self._gate.epoch, loss)
         self._gate.recovered = True
-        self._announce(self._describe("roll-back", loss, costs, sizes, {}))
-
-    def _describe(
-        self,
-        kind: Literal["prune", "roll-back"],
-        loss: float | None,
-        costs: Mapping[str, int],
-        sizes: Mapping[str, int],
-        removed: dict[str, list[int]],
-    ) -> PruneEvent:
-        after, now = self._budget.costs(), self._sizes()
-        return PruneEvent(
-            epoch=self._gate.epoch,
-            loss=loss,
-            params_before=costs["params"],
-            params_after=after["params"],
-            flops_before=costs["flops"],
-            flops_after=after["flops"],
-            layers=tuple(LayerChange(name, size, now[name]) for name, size in sizes.items()),
-            removed=removed,
-            kind=kind,
-        )
+        self._announce(event)
 
     def _announce(self, event: PruneEvent) -> None:
         forget_compiled_code()
@@ -462,41 +321,22 @@ class Pruner:
         if self._on_prune is not None:
             self._on_prune(event)
 
-    # --- settings, statistics, costs ----------------------------------------------------------------------------------
-
-    @property
-    def _graph(self) -> ChannelGraph:
-        if self._known_graph is None:
-            self._known_graph = self._find_graph()
-        return self._known_graph
-
-    def _find_graph(self) -> ChannelGraph:
-        graph = find_groups(self.model, self.example_inputs, self._ignore)
-        if not graph.groups:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
-            raise ValueError(f"the model has nothing to prune. {reasons}")
-        self._settings.check_graph(graph)
-        return graph
-
-    def _prunes_inputs(self) -> bool:
-        return any(group.is_input and self._settings.ratio_of(group) for group in self.groups)
-
-    def _snapshots(self, copy: bool) -> list[Snapshot]:
-        return [
-            Snapshot(self.model, self.optimizer, copy=copy),
-            *(Snapshot(inner(follower), copy=copy) for follower in self._copies),
-        ]
-
     def _restart_statistics(self) -> None:
         """For the next epoch, if it may end with a prune; before the first call of `step` any moment may."""
-        epoch = self._gate.epoch
-        self._inverses.restart(epoch, active=not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs))
+        epoch, inverses = self._gate.epoch, self._surgeon.inverses
+        inverses.restart(epoch, active=not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs))
 
-    def _sizes(self) -> dict[str, int]:
-        """Output channels of every layer that has them, and what is left of the input features."""
-        sizes = {group.name: group.size for group in self.groups if group.is_input}
-        for name, module in self.model.named_modules():
-            size = getattr(module, "out_features", getattr(module, "out_channels", None))
-            if isinstance(size, int):
-                sizes[name] = size
-        return sizes
+
+def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises ValueError unless the optimizer trains the model as a whole."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            "the model is divided by fully_shard, and its parts cannot be cut: train it with "
+            "DistributedDataParallel and RLS(..., shard=True), or prune a whole copy (rlsprune.save its full "
+            "state, load it into a plain model, prune, and call fully_shard on that)"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in model.parameters()):
+        raise ValueError("the optimizer has none of the model's parameters: give the one that trains this model")
