@@ -136,7 +136,7 @@ def main() -> None:
     for method in options.methods.split(","):
         for epochs in map(int, options.epochs.split(",")):
             target = {"target": options.weights / 100} if method == "rls" else {}
-            warmup = max(1, epochs // 7)
+            warmup = epochs // 7
             config = make_config("mnist-fnn", method, epochs=epochs, warmup_epochs=warmup, **shared, **target)
             result = train(config, aim)
             if result.epoch is not None:

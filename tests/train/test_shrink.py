@@ -1,5 +1,6 @@
 """A trained network goes in, the smallest that is good enough comes out."""
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -90,6 +91,17 @@ def test_a_round_takes_from_the_layers_that_can_spare_it(spread: bool) -> None:
     assert shrunk.chosen.params <= 0.7 * shrunk.front[0].params
 
 
+def test_the_given_network_teaches_the_smaller_ones(trained: nn.Module) -> None:
+    # With labels of no use, it is all there is to learn from.
+    wrong = [(inputs, 1 - labels) for inputs, labels in batches(0)]
+    options = {"target": {"params": 0.5}, "valid": batches(1), "recovery_epochs": 2}
+    other = copy.deepcopy(trained)
+    rlsprune.shrink(trained, wrong, distill=1.0, **options)  # type: ignore[arg-type]
+    rlsprune.shrink(other, wrong, distill=0.0, **options)  # type: ignore[arg-type]
+    assert precision(trained) > 90
+    assert precision(other) < 50
+
+
 @pytest.mark.parametrize("count", [1, 7, 100, 640, 1000])
 def test_a_sample_is_spread_evenly_over_the_batches(count: int) -> None:
     everything = torch.arange(640)
@@ -134,6 +146,7 @@ def test_own_score_decides(trained: nn.Module) -> None:
         ({"max_drop": -1.0}, "max_drop=-1.0"),
         ({"target": {"params": 0.5}, "recovery_epochs": -1}, "recovery_epochs=-1"),
         ({"target": {"params": 1.5}}, "1.5"),
+        ({"target": {"params": 0.5}, "distill": 1.5}, "distill=1.5"),
     ],
 )
 def test_bad_arguments(trained: nn.Module, options: dict[str, object], message: str) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from rlsprune.prune.pruner import Pruner
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.train.guard import Guard
 from rlsprune.train.loop import Batch, Loss, evaluate, train_epoch
+from rlsprune.train.teacher import Teacher
 from rlsprune.train.unpruned import NoPruning
 
 __all__ = ["FrontPoint", "Shrunk", "shrink"]
@@ -90,6 +91,7 @@ def shrink(
     ignore: Iterable[str] = (),
     round_to: int = 1,
     spread: bool = True,
+    distill: float = 0.5,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
 ) -> Shrunk:
     """Makes a trained network as small as the target or the allowed drop lets it be.
@@ -116,6 +118,8 @@ def shrink(
         round_to: Layers keep a multiple of this many channels.
         spread: Whether a round takes more from the layers where it costs the loss less, on a sample of the batches
             that are scored, and as much in all; if not, it takes ``ratio`` of every layer.
+        distill: How much of the loss in recovery is the distance from the given network's outputs, in [0, 1]; the rest
+            is that from the labels.
         on_point: Called with each point and the network as it is there.
 
     Returns:
@@ -165,7 +169,8 @@ def shrink(
     )
     if spread:
         sample = scored.sample(_WEIGHED)
-        pruner.evaluate = lambda: evaluate(model, sample, loss).loss
+        pruner.evaluate = lambda: _mean_loss(model, sample, loss)
+    teacher = Teacher(model, distill) if distill else None
     guard = Guard(model)
     front = _Front(model, recovery, example, score, max_drop, on_point)
     try:
@@ -176,7 +181,7 @@ def shrink(
             front.pruned()
             for epoch in range(recovery_epochs):
                 guard.start_epoch(front.epochs + 1, after_prune=epoch == 0)
-                train_epoch(model, recovery, batches, loss, NoPruning(model, example), guard=guard)
+                train_epoch(model, recovery, batches, loss, NoPruning(model, example), guard=guard, teacher=teacher)
                 front.trained()
                 if front.recovered:
                     break
@@ -189,6 +194,11 @@ def shrink(
         if isinstance(recovery, RLS):
             recovery.close()
     return Shrunk(model, front.chosen, tuple(front.points))
+
+
+def _mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
+    total = sum(float(loss(model(inputs), labels)) * len(labels) for inputs, labels in batches)
+    return total / sum(len(labels) for _, labels in batches)
 
 
 class _OnDevice:

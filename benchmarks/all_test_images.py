@@ -1,0 +1,60 @@
+"""Finished networks on all test images: the short presets look at 2,000, which tell two networks apart only by points.
+
+    python benchmarks/all_test_images.py RUN-OF-RLS RUN-OF-SCRATCH … --data-dir DATA
+
+The difference to the first run is of the same images, and its standard error counts only those that one of the two gets
+right and the other does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import rlsprune
+from rlsprune._model import evaluating
+from rlsprune.experiments.config import RunConfig
+from rlsprune.experiments.run import load_data, make_recipe
+from rlsprune.train.folder import RunFolder
+from rlsprune.train.loop import evaluate
+
+
+def found(folder: RunFolder, data_dir: str | None, verify: bool) -> tuple[Tensor, float]:
+    """Which test images a run's network gets right, and its loss."""
+    config = RunConfig.from_dict(folder.read_json("config"))
+    # No other network is asked for its shape: that of the file counts.
+    config = replace(config, data_dir=data_dir, verify=verify, test_images=None, shape_from=None, device="cpu")
+    data = load_data(config)
+    recipe = make_recipe(config, data)
+    model = recipe.in_layout(rlsprune.load(folder.model, into=recipe.build_model()))
+    test = recipe.evaluation_batches(data.test)
+    with evaluating(model):
+        right = torch.cat([model(images).argmax(-1) == labels for images, labels in test])
+    return right, evaluate(model, test, recipe.loss).loss
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--no-verify", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| run | images | precision % | loss | difference to the first |\n|---|---:|---:|---:|---:|")
+    first: Tensor | None = None
+    for run in options.runs:
+        right, loss = found(RunFolder(run), options.data_dir, not options.no_verify)
+        first = right if first is None else first
+        difference = 100 * (right.double() - first.double())
+        error = difference.std() / len(difference) ** 0.5
+        shown = "-" if right is first else f"{difference.mean():+.2f} ± {error:.2f}"
+        print(f"| {run} | {len(right)} | {100 * right.double().mean():.2f} | {loss:.4f} | {shown} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
