@@ -20,7 +20,6 @@ from rlsprune._model import evaluating
 from rlsprune.experiments.config import RunConfig
 from rlsprune.experiments.run import load_data, make_recipe
 from rlsprune.train.folder import RunFolder
-from rlsprune.train.loop import evaluate
 
 
 def found(folder: RunFolder, data_dir: str | None, verify: bool) -> tuple[Tensor, float]:
@@ -31,10 +30,9 @@ def found(folder: RunFolder, data_dir: str | None, verify: bool) -> tuple[Tensor
     data = load_data(config)
     recipe = make_recipe(config, data)
     model = recipe.in_layout(rlsprune.load(folder.model, into=recipe.build_model()))
-    test = recipe.evaluation_batches(data.test)
     with evaluating(model):
-        right = torch.cat([model(images).argmax(-1) == labels for images, labels in test])
-    return right, evaluate(model, test, recipe.loss).loss
+        outputs = torch.cat([model(images) for images, _ in recipe.evaluation_batches(data.test)])
+        return outputs.argmax(-1) == data.test.labels, float(recipe.loss(outputs, data.test.labels))
 
 
 def main() -> None:

@@ -14,24 +14,21 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from rlsprune.baselines import DepGraph, L1Norm, NetSlimming, SoftPruning, WeightLevel
 from rlsprune.baselines.common import stays
 from rlsprune.data.datasets import Split
 from rlsprune.experiments.config import RunConfig, make_config
+from rlsprune.experiments.registry import BASELINES
 from rlsprune.experiments.run import load_data, make_recipe
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import Evaluation
-from rlsprune.train.method import Method
 from rlsprune.train.observer import Observer
 from rlsprune.train.run import Run
 
@@ -76,7 +73,15 @@ class Aim:
         """Whether it was in an epoch; a share of nodes cannot hit one of weights exactly."""
         return bool(metrics["precision"] >= self.precision and metrics["weights_percent"] <= self.weights + 0.2)
 
-    def structured_ratio(self, layers: Sequence[int] = (784, 1024, 512, 10)) -> float:
+    def settings(self, method: str) -> dict[str, float]:
+        """With which a method leaves just so many weights; there are none for the paper's own."""
+        if method == "rls":
+            return {"target": self.weights / 100}
+        if method in ("soft-pruning", "weight-level"):
+            return {"rival_ratio": 1 - self.weights / 100}
+        return {"rival_ratio": self._structured_ratio()} if method in BASELINES else {}
+
+    def _structured_ratio(self, layers: Sequence[int] = (784, 1024, 512, 10)) -> float:
         """What has to go of every hidden layer of the paper's network, by bisection."""
         too_little, enough = 0.0, 1.0
         for _ in range(30):
@@ -87,22 +92,9 @@ class Aim:
         return enough
 
 
-def rival(aim: Aim, config: RunConfig, model: nn.Module, optimizer: Optimizer, example: Tensor) -> Method:
-    """A rival that leaves the aim's share of the weights."""
-    zeroed = 1 - aim.weights / 100
-    if config.method == "soft-pruning":
-        return SoftPruning(model, example, ratio=zeroed)
-    if config.method == "weight-level":
-        return WeightLevel(model, example, ratio=zeroed, prune_epoch=config.prune_epoch)
-    kinds: dict[str, Callable[..., Method]] = {"l1-norm": L1Norm, "net-slimming": NetSlimming, "depgraph": DepGraph}
-    return kinds[config.method](model, optimizer, example, ratio=aim.structured_ratio(), prune_epoch=config.prune_epoch)
-
-
 def train(config: RunConfig, aim: Aim | None) -> Result:
     """Trains until the aim is reached, or to the end if there is none."""
     recipe = make_recipe(config, load_data(config))
-    if aim is not None and config.pruning is None:
-        recipe = replace(recipe, build_method=lambda *parts: rival(aim, config, *parts))
     with tempfile.TemporaryDirectory() as folder:
         run = TimedRun(recipe, RunFolder(Path(folder)))
         start = time.process_time()
@@ -135,9 +127,8 @@ def main() -> None:
     print(f"| unpruned, SGD | {config.epochs} | - | {unpruned.precision:.2f} | 100 | 1 |", flush=True)
     for method in options.methods.split(","):
         for epochs in map(int, options.epochs.split(",")):
-            target = {"target": options.weights / 100} if method == "rls" else {}
-            warmup = epochs // 7
-            config = make_config("mnist-fnn", method, epochs=epochs, warmup_epochs=warmup, **shared, **target)
+            own = {"epochs": epochs, "warmup_epochs": epochs // 7, **aim.settings(method)}
+            config = make_config("mnist-fnn", method, **own, **shared)
             result = train(config, aim)
             if result.epoch is not None:
                 break

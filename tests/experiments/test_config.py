@@ -62,7 +62,9 @@ def test_rivals_are_trained_by_momentum_and_ours_by_rls() -> None:
         ({"epochs": 0}, "--epochs 0"),
         ({"gate": "test"}, "train, batch, valid"),
         ({"ratio": 1.0}, r"--ratio 1\.0"),
-        ({"ratio": 0.5, "method": "l1-norm"}, "--ratio is for rls"),
+        ({"ratio": 0.5, "method": "l1-norm"}, "--ratio is for rls.* --rival-ratio"),
+        ({"rival_ratio": 0.5}, "--rival-ratio is for l1-norm.* not for rls"),
+        ({"rival_ratio": 1.5, "method": "l1-norm"}, r"--rival-ratio 1\.5"),
         ({"optimizer": "adamw", "method": "l1-norm"}, "trained by sgd"),
         ({"prune_epoch": 0}, "--prune-epoch 0"),
         ({"train_images": 0}, "--train-images 0"),
@@ -89,6 +91,12 @@ def test_comparison_has_a_twin_for_every_method_and_scratch_waits_for_rls(tmp_pa
     waiting = [run for run in runs if run.after is not None]
     assert [run.label for run in waiting] == ["scratch", "scratch"]
     assert {run.after for run in waiting} == {run.folder for run in runs if run.label == "rls"}
+
+
+def test_rivals_alone_get_the_rivals_ratio(tmp_path: Path) -> None:
+    runs = comparison("mnist-fnn", COMPARED, [0], tmp_path, rival_ratio=0.8, ratio=0.3)
+    assert {run.label for run in runs if run.config.rival_ratio == 0.8} == set(BASELINES)
+    assert {run.label for run in runs if run.config.pruning and run.config.pruning.ratio == 0.3} == {"rls", "rls-paper"}
 
 
 def test_scratch_alone_brings_rls_along(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def compare(
     ] = ",".join(COMPARED),
     seeds: options.Seeds = "0",
     ratio: options.Ratio = None,
+    rival_ratio: options.RivalRatio = None,
     prune_epoch: options.PruneEpoch = None,
     out: options.Out = None,
     jobs: options.Jobs = 1,
@@ -52,6 +53,7 @@ def compare(
         options.numbers("--seeds", seeds, int),
         folder,
         ratio=ratio,
+        rival_ratio=rival_ratio,
         prune_epoch=prune_epoch,
         **options.settings(training, jobs),
     )

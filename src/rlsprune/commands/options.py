@@ -56,6 +56,12 @@ Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs to train, i
 Ratio = Annotated[
     float | None, typer.Option("--ratio", help="ξ of rls and rls-paper: the share of a layer that may go at an event.")
 ]
+RivalRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--rival-ratio", help="What the rivals remove of a layer, or of the weights. Default: the paper's share."
+    ),
+]
 Target = Annotated[
     float | None,
     typer.Option("--target", help="The share of the parameters at which rls stops. Default: the experiment's."),

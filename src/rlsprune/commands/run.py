@@ -35,6 +35,7 @@ def run(
     method: options.MethodName = "rls",
     optimizer: options.OptimizerName = None,
     ratio: options.Ratio = None,
+    rival_ratio: options.RivalRatio = None,
     prune_epoch: options.PruneEpoch = None,
     seed: options.Seed = 0,
     shape_from: Annotated[
@@ -58,7 +59,13 @@ def run(
         _execute(config, resume, quiet, as_json, tensorboard)
         return
     settings = {"seed": seed, **options.settings(training)}
-    config = make_config(experiment, method, optimizer=optimizer, ratio=ratio, prune_epoch=prune_epoch, **settings)
+    own: dict[str, Any] = {
+        "optimizer": optimizer,
+        "ratio": ratio,
+        "rival_ratio": rival_ratio,
+        "prune_epoch": prune_epoch,
+    }
+    config = make_config(experiment, method, **own, **settings)
     folder = folders.new_folder(f"{config.experiment}-{config.method}-seed{config.seed}", out)
     if method == "scratch":
         source = shape_from or _run_of_shape(settings, experiment, folder, quiet or as_json)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlsprune.data.augmentation import parse_augmentation
-from rlsprune.experiments.registry import METHODS, OPTIMIZERS, PRESETS, experiment
+from rlsprune.experiments.registry import BASELINES, METHODS, OPTIMIZERS, PRESETS, experiment
 from rlsprune.train.plain import from_plain
 from rlsprune.train.settings import ON_FAULT, PruningSettings, TrainingSettings, check_option
 
@@ -66,6 +66,8 @@ class RunConfig:
     verify: bool
     on_fault: str = "raise"
     deterministic: bool = False
+    rival_ratio: float | None = None
+    """What a rival removes of a layer, or of the weights; None for the paper's share."""
 
     def __post_init__(self) -> None:
         experiment(self.experiment)
@@ -78,6 +80,10 @@ class RunConfig:
             parse_augmentation(self.augment)
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
             check_option(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
+        if self.rival_ratio is not None:
+            check_option("rival_ratio", self.rival_ratio, 0 < self.rival_ratio < 1, "in (0, 1)")
+            if self.method not in BASELINES:
+                raise ValueError(f"--rival-ratio is for {', '.join(BASELINES)}, not for {self.method}")
         for name in ("prune_epoch", "train_images", "test_images"):
             if getattr(self, name) is not None:
                 check_option(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
@@ -149,7 +155,7 @@ def make_config(
     ours = {"rls": experiment(name).pruning, "rls-paper": PAPER}.get(method)
     if ratio is not None:
         if ours is None:
-            raise ValueError(f"--ratio is for rls and rls-paper: the ratios of {method} are those of the paper")
+            raise ValueError(f"--ratio is for rls and rls-paper: what {method} removes is its --rival-ratio")
         ours = replace(ours, ratio=ratio)
     own: dict[str, Any] = {"target": target, "tolerance": tolerance, "spread": spread}
     own = {option: value for option, value in own.items() if value is not None}

@@ -46,14 +46,14 @@ def build_method(config: RunConfig, model: nn.Module, optimizer: Optimizer, exam
         return RLSPruning(model, optimizer, example_inputs, config.pruning, config.epochs, config.warmup_epochs)
     if config.method in ("none", "scratch"):
         return NoPruning(model, example_inputs)
-    chosen, when = experiment(config.experiment), config.prune_epoch
+    chosen, when, asked = experiment(config.experiment), config.prune_epoch, config.rival_ratio
     if config.method == "soft-pruning":
-        return SoftPruning(model, example_inputs, ratio=chosen.soft_ratio)
+        return SoftPruning(model, example_inputs, ratio=asked or chosen.soft_ratio)
     if config.method == "weight-level":
-        return WeightLevel(model, example_inputs, ratio=chosen.weight_ratio, prune_epoch=when)
+        return WeightLevel(model, example_inputs, ratio=asked or chosen.weight_ratio, prune_epoch=when)
     rivals: dict[str, Callable[..., Method]] = {"l1-norm": L1Norm, "net-slimming": NetSlimming, "depgraph": DepGraph}
     structured = rivals[config.method]
-    return structured(model, optimizer, example_inputs, ratio=chosen.structured_ratio, prune_epoch=when)
+    return structured(model, optimizer, example_inputs, ratio=asked or chosen.structured_ratio, prune_epoch=when)
 
 
 def take_shape(model: nn.Module, folder: RunFolder) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.experiments.config import RunConfig, make_config
-from rlsprune.experiments.registry import METHODS
+from rlsprune.experiments.registry import BASELINES, METHODS
 
 __all__ = ["COMPARED", "TWINS", "PlannedRun", "comparison", "sweep", "twin_of"]
 
@@ -51,10 +51,11 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         methods: Some of `COMPARED`.
         seeds: One run each.
         out: The folder that holds the runs' folders.
-        **options: As `make_config` takes them; a ratio is for our methods, target, tolerance and spread for `rls`.
+        **options: As `make_config` takes them; a ratio is for our methods, target, tolerance and spread for `rls`,
+            and a rival ratio for the rivals.
     """
     methods = list(dict.fromkeys(methods))
-    ratio = options.pop("ratio", None)
+    ratio, rival_ratio = options.pop("ratio", None), options.pop("rival_ratio", None)
     for_rls = {option: options.pop(option, None) for option in ("target", "tolerance", "spread")}
     if "scratch" in methods and "rls" not in methods:
         methods.insert(0, "rls")  # whose shape it takes
@@ -69,6 +70,7 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
             own: dict[str, Any] = {
                 "rls": {"ratio": ratio, **for_rls},
                 "rls-paper": {"ratio": ratio},
+                **{rival: {"rival_ratio": rival_ratio} for rival in BASELINES},
             }.get(label, {})
             config = make_config(name, seed=seed, **settings, **own, **options)
             runs.append(PlannedRun(label, config, _folder(out, label, seed)))
