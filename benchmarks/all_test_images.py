@@ -26,7 +26,8 @@ def found(folder: RunFolder, data_dir: str | None, verify: bool) -> tuple[Tensor
     """Which test images a run's network gets right, and its loss."""
     config = RunConfig.from_dict(folder.read_json("config"))
     # No other network is asked for its shape: that of the file counts.
-    config = replace(config, data_dir=data_dir, verify=verify, test_images=None, shape_from=None, device="cpu")
+    config = replace(config, test_images=None, shape_from=None, device="cpu", verify=verify)
+    config = replace(config, data_dir=data_dir or config.data_dir)
     data = load_data(config)
     recipe = make_recipe(config, data)
     model = recipe.in_layout(rlsprune.load(folder.model, into=recipe.build_model()))

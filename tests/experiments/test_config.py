@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlsprune.experiments.config import PAPER, RunConfig, make_config
+from rlsprune.experiments.methods import build_method, build_model, build_optimizer
 from rlsprune.experiments.paper import TABLES
 from rlsprune.experiments.plan import COMPARED, comparison, sweep, twin_of
 from rlsprune.experiments.registry import BASELINES, EXPERIMENTS, METHODS, experiment
@@ -62,7 +64,8 @@ def test_rivals_are_trained_by_momentum_and_ours_by_rls() -> None:
         ({"epochs": 0}, "--epochs 0"),
         ({"gate": "test"}, "train, batch, valid"),
         ({"ratio": 1.0}, r"--ratio 1\.0"),
-        ({"ratio": 0.5, "method": "l1-norm"}, "--ratio is for rls.* --rival-ratio"),
+        ({"ratio": 0.5, "method": "l1-norm"}, "--ratio is for rls.* its --rival-ratio"),
+        ({"ratio": 0.5, "method": "none"}, "not for none: leave it out"),
         ({"rival_ratio": 0.5}, "--rival-ratio is for l1-norm.* not for rls"),
         ({"rival_ratio": 1.5, "method": "l1-norm"}, r"--rival-ratio 1\.5"),
         ({"optimizer": "adamw", "method": "l1-norm"}, "trained by sgd"),
@@ -97,6 +100,19 @@ def test_rivals_alone_get_the_rivals_ratio(tmp_path: Path) -> None:
     runs = comparison("mnist-fnn", COMPARED, [0], tmp_path, rival_ratio=0.8, ratio=0.3)
     assert {run.label for run in runs if run.config.rival_ratio == 0.8} == set(BASELINES)
     assert {run.label for run in runs if run.config.pruning and run.config.pruning.ratio == 0.3} == {"rls", "rls-paper"}
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_a_rival_removes_what_it_is_told_to(method: str) -> None:
+    config = make_config("digits-fnn", method, rival_ratio=0.45)
+    model = build_model(config)
+    assert build_method(config, model, build_optimizer(config, model), torch.rand(1, 784)).ratio == 0.45  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("option", "method"), [("ratio", "l1-norm"), ("rival_ratio", "rls"), ("target", "rls-paper")])
+def test_an_option_that_no_method_takes_is_refused(tmp_path: Path, option: str, method: str) -> None:
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} is for .*, not for {method}"):
+        comparison("mnist-fnn", [method], [0], tmp_path, **{option: 0.3})
 
 
 def test_scratch_alone_brings_rls_along(tmp_path: Path) -> None:
@@ -164,7 +180,7 @@ def test_tolerance_is_ours_unless_another_is_asked_for(tmp_path: Path) -> None:
     assert runs["rls-paper"].pruning == PAPER
     with pytest.raises(ValueError, match=r"--tolerance -0\.1 is not valid: it must be a number, at least 0"):
         make_config("mnist-fnn", tolerance=-0.1)
-    with pytest.raises(ValueError, match="--tolerance is for rls, which is none of l1-norm"):
+    with pytest.raises(ValueError, match="--tolerance is for rls, not for l1-norm"):
         comparison("mnist-fnn", ["l1-norm"], [0], tmp_path, tolerance=0.2)
     with pytest.raises(ValueError, match="--tolerance is for rls: l1-norm"):
         make_config("mnist-fnn", "l1-norm", tolerance=0.1)

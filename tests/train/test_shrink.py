@@ -114,6 +114,40 @@ def test_a_sample_is_spread_evenly_over_the_batches(count: int) -> None:
     assert all(torch.equal(inputs[:, 0], labels) and len(labels) <= 60 for inputs, labels in sample)
 
 
+def test_batches_that_cannot_be_joined_are_sampled_whole() -> None:
+    lengths = [(torch.rand(4, 3, length), torch.zeros(4)) for length in range(5, 25)]
+    flat = [(torch.rand(4, 3), torch.zeros(12)) for _ in range(20)]
+    for given in (lengths, flat):
+        sample = _OnDevice(given, torch.device("cpu"), "valid").sample(20)
+        assert [[part.shape for part in batch] for batch in sample] == [
+            [part.shape for part in batch] for batch in given[::4]
+        ]
+
+
+def test_a_sample_does_not_keep_what_it_was_taken_from() -> None:
+    given = [(torch.rand(64, 8), torch.zeros(64))]
+    for part in _OnDevice(given, torch.device("cpu"), "valid").sample(8)[0]:
+        assert part.untyped_storage().nbytes() == part.nbytes
+
+
+def test_a_loss_that_is_no_number_cannot_tell_where_to_cut(trained: nn.Module) -> None:
+    def ignoring(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, torch.full_like(labels, -100))
+
+    with pytest.raises(ValueError, match=r"the given network is nan.* spread=False"):
+        rlsprune.shrink(trained, batches(0), target={"params": 0.5}, valid=batches(1), loss=ignoring)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"distill": 1.5}, "distill"), ({"target": {"params": 1.5}}, "target"), ({"ignore": ["nowhere"]}, "nowhere")],
+)
+def test_a_wrong_argument_leaves_no_hook(trained: nn.Module, wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rlsprune.shrink(trained, batches(0), **{"target": {"params": 0.5}, "valid": batches(1), **wrong})  # type: ignore[arg-type]
+    assert not any(layer._forward_hooks for layer in trained.modules())
+
+
 def test_nothing_is_left_on_the_network(trained: nn.Module) -> None:
     shrunk = rlsprune.shrink(trained, batches(0), target={"flops": 0.5}, valid=batches(1), ignore=["0"])
     assert trained[0].out_features == 64
@@ -135,7 +169,9 @@ def test_recovery_that_diverges_gives_the_last_good_network_back(trained: nn.Mod
 def test_own_score_decides(trained: nn.Module) -> None:
     # One that never drops: it ends where no layer has anything left to give, and says so.
     with pytest.warns(UserWarning, match="nothing was pruned"):
-        shrunk = rlsprune.shrink(trained, batches(0), max_drop=0, score=lambda model: 1.0, recovery_epochs=0)
+        shrunk = rlsprune.shrink(
+            trained, batches(0), max_drop=0, valid=batches(1), score=lambda model: 1.0, recovery_epochs=0
+        )
     assert shrunk.chosen.params < 0.05 * shrunk.front[0].params
 
 

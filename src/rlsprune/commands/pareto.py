@@ -26,7 +26,7 @@ def pareto(
     target: Annotated[
         float | None, typer.Option("--target", help="Stop at this share of the parameters, whatever the precision.")
     ] = None,
-    ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of a layer that goes in a round.")] = 0.2,
+    ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that goes in a round.")] = 0.2,
     recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
     lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
     spread: Annotated[bool, typer.Option("--spread/--no-spread", help=options.SPREAD)] = True,

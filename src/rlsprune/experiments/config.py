@@ -155,7 +155,8 @@ def make_config(
     ours = {"rls": experiment(name).pruning, "rls-paper": PAPER}.get(method)
     if ratio is not None:
         if ours is None:
-            raise ValueError(f"--ratio is for rls and rls-paper: what {method} removes is its --rival-ratio")
+            remedy = "what it removes is its --rival-ratio" if method in BASELINES else "leave it out"
+            raise ValueError(f"--ratio is for rls and rls-paper, not for {method}: {remedy}")
         ours = replace(ours, ratio=ratio)
     own: dict[str, Any] = {"target": target, "tolerance": tolerance, "spread": spread}
     own = {option: value for option, value in own.items() if value is not None}

@@ -48,7 +48,7 @@ def shrink_run(
         out: The folder for pareto.json, pareto.png and model.safetensors.
         max_drop: In points of precision; see `rlsprune.shrink`.
         target: The share of the parameters to end at.
-        ratio: The share of a layer's channels that goes in a round.
+        ratio: The share of the channels that goes in a round.
         recovery_epochs: At most, after each round.
         lr: η of the RLS that recovers.
         spread: Take from each layer what costs the held-out loss least, not the ratio from all.

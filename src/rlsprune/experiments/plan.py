@@ -23,6 +23,13 @@ TWINS: dict[str, dict[str, Any]] = {
 }
 """The unpruned networks that the pruned ones are held against."""
 
+_FOR = {
+    "ratio": ("rls", "rls-paper"),
+    "rival_ratio": BASELINES,
+    **dict.fromkeys(("target", "tolerance", "spread"), ("rls",)),
+}
+"""Option → the methods that it is for."""
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -51,27 +58,22 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         methods: Some of `COMPARED`.
         seeds: One run each.
         out: The folder that holds the runs' folders.
-        **options: As `make_config` takes them; a ratio is for our methods, target, tolerance and spread for `rls`,
-            and a rival ratio for the rivals.
+        **options: As `make_config` takes them; those that are only for some methods go to these.
     """
     methods = list(dict.fromkeys(methods))
-    ratio, rival_ratio = options.pop("ratio", None), options.pop("rival_ratio", None)
-    for_rls = {option: options.pop(option, None) for option in ("target", "tolerance", "spread")}
+    special = {option: options.pop(option, None) for option in _FOR}
     if "scratch" in methods and "rls" not in methods:
         methods.insert(0, "rls")  # whose shape it takes
-    for option, value in for_rls.items():
-        if value is not None and "rls" not in methods:
-            raise ValueError(f"--{option} is for rls, which is none of {', '.join(methods)}: leave it out")
+    for option, value in special.items():
+        if value is not None and not set(_FOR[option]) & set(methods):
+            named = option.replace("_", "-")
+            raise ValueError(f"--{named} is for {', '.join(_FOR[option])}, not for {', '.join(methods)}: leave it out")
     twins = list(dict.fromkeys(map(twin_of, methods)))
     runs = []
     for seed in seeds:
         for label in [*twins, *methods]:
             settings = TWINS.get(label, {"method": label})
-            own: dict[str, Any] = {
-                "rls": {"ratio": ratio, **for_rls},
-                "rls-paper": {"ratio": ratio},
-                **{rival: {"rival_ratio": rival_ratio} for rival in BASELINES},
-            }.get(label, {})
+            own = {option: value for option, value in special.items() if label in _FOR[option]}
             config = make_config(name, seed=seed, **settings, **own, **options)
             runs.append(PlannedRun(label, config, _folder(out, label, seed)))
     return [_after_rls(run, out) if run.label == "scratch" else run for run in runs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -15,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 
 from rlsprune._arguments import check_argument
+from rlsprune._model import evaluating
 from rlsprune.optim.rls import RLS
 from rlsprune.profile import count
 from rlsprune.prune.pruner import Pruner
@@ -111,7 +113,7 @@ def shrink(
         loss: From outputs and labels.
         score: None for the percentage of inputs whose class is found.
         optimizer: Makes the one that recovers; None for ``RLS(model, lr=0.1)``.
-        ratio: The share of a layer's channels that goes in a round.
+        ratio: The share of a layer's channels that goes in a round; with ``spread`` that of all of them, more or less.
         recovery_epochs: At most, after each round.
         criterion: As of `rlsprune.Pruner`.
         ignore: Names of layers that keep all their channels.
@@ -127,6 +129,7 @@ def shrink(
 
     Raises:
         ValueError: Neither target nor max_drop is given, or there is no batch, or an iterator that ends after one use.
+        TypeError: With ``distill``, the network's output is not one tensor.
         FloatingPointError: Recovery diverged. The network is then the last good one.
 
     Examples:
@@ -143,37 +146,42 @@ def shrink(
         raise ValueError("give target, max_drop, or both: without either there is no end to pruning")
     check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, recovery_epochs >= 0, "at least 0")
+    check_argument("distill", distill, 0 <= distill <= 1, "in [0, 1]")
     for name, given in (("data", data), ("valid", valid)):
         if isinstance(given, Iterator):
             raise ValueError(
                 f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
             )
-    if score is None and valid is None:
-        warnings.warn("shrink scores on the training batches: give valid= held-out ones", stacklevel=2)
+    if valid is None and (score is None or spread):
+        warnings.warn("shrink measures on the training batches: give valid= held-out ones", stacklevel=2)
     device = next(model.parameters()).device
     batches = _OnDevice(data, device, "data")
     scored = batches if valid is None else _OnDevice(valid, device, "valid")
     score = score or (lambda network: evaluate(network, scored, loss).precision)
-    example, _ = batches.example(), scored.example()
+    example = batches.example()
+    held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if spread else None
+    teacher = Teacher(model, distill, example) if distill and recovery_epochs else None
     was_training = model.training
     recovery = RLS(model, lr=0.1) if optimizer is None else optimizer(model)
-    pruner = Pruner(
-        model,
-        recovery,
-        example,
-        ratio=ratio,
-        criterion=criterion,
-        ignore=ignore,
-        round_to=round_to,
-        target=target,
-    )
-    if spread:
-        sample = scored.sample(_WEIGHED)
-        pruner.evaluate = lambda: _mean_loss(model, sample, loss)
-    teacher = Teacher(model, distill) if distill else None
-    guard = Guard(model)
-    front = _Front(model, recovery, example, score, max_drop, on_point)
-    try:
+    with contextlib.ExitStack() as stack:
+        if isinstance(recovery, RLS):
+            stack.callback(recovery.close)
+        pruner = Pruner(
+            model,
+            recovery,
+            example,
+            ratio=ratio,
+            criterion=criterion,
+            ignore=ignore,
+            round_to=round_to,
+            target=target,
+            evaluate=held_out_loss,
+        )
+        stack.callback(pruner.close)
+        stack.callback(model.train, was_training)
+        guard = Guard(model)
+        front = _Front(model, recovery, example, score, max_drop, on_point)
+        stack.callback(front.restore)
         while front.within and not pruner.target_reached:
             pruner.calibrate(itertools.islice(batches, _CALIBRATION_BATCHES))
             if pruner.prune() is None:
@@ -186,19 +194,24 @@ def shrink(
                 if front.recovered:
                     break
             front.add()
-    finally:
-        # Whatever happened: the smallest network that was good enough.
-        front.best.restore()
-        model.train(was_training)
-        pruner.close()
-        if isinstance(recovery, RLS):
-            recovery.close()
     return Shrunk(model, front.chosen, tuple(front.points))
 
 
-def _mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
-    total = sum(float(loss(model(inputs), labels)) * len(labels) for inputs, labels in batches)
-    return total / sum(len(labels) for _, labels in batches)
+def _held_out_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> Callable[[], float]:
+    """The mean loss of the network as it is; it is called in evaluation mode."""
+
+    def mean() -> float:
+        total = sum(float(loss(model(inputs), labels)) * len(labels) for inputs, labels in batches)
+        return total / sum(len(labels) for _, labels in batches)
+
+    with evaluating(model):
+        first = mean()
+    if not math.isfinite(first):
+        raise ValueError(
+            f"the loss of the given network is {first} on a sample of the batches that are scored, so it cannot tell "
+            "which layers to cut: check loss and labels, or give spread=False"
+        )
+    return mean
 
 
 class _OnDevice:
@@ -215,18 +228,27 @@ class _OnDevice:
         """One input."""
         first = next(iter(self), None)
         if first is None:
-            raise ValueError(f"{self._name} has no batch: give (inputs, labels) that can be gone through many times")
+            raise self._empty()
         return first[0][:1]
 
     def sample(self, count: int) -> list[Batch]:
-        """At most so many inputs, evenly from all of them."""
-        sizes = [len(labels) for _, labels in self._batches]
+        """At most so many inputs, evenly from all of them; whole batches where these cannot be joined."""
+        shapes = [(inputs.shape, labels.shape) for inputs, labels in self._batches]
+        if not shapes:
+            raise self._empty()
+        sizes = [len_inputs for (len_inputs, *_), _ in shapes]
         every = math.ceil(sum(sizes) / count)
+        if any(x[0] != y[0] or (x[1:], y[1:]) != (shapes[0][0][1:], shapes[0][1][1:]) for x, y in shapes):
+            return list(itertools.islice(self, 0, None, every))
         chosen: list[list[Tensor]] = []
-        for start, batch in zip(itertools.accumulate(sizes, initial=0), self, strict=False):
-            chosen.append([part[-start % every :: every] for part in batch])
+        for start, batch in zip(itertools.accumulate(sizes, initial=0), self._batches, strict=False):
+            # A copy: a slice would keep its whole batch in memory.
+            chosen.append([part[-start % every :: every].to(self._device, copy=True) for part in batch])
         inputs, labels = (torch.split(torch.cat(parts), max(sizes)) for parts in zip(*chosen, strict=True))
         return list(zip(inputs, labels, strict=True))
+
+    def _empty(self) -> ValueError:
+        return ValueError(f"{self._name} has no batch: give (inputs, labels) that can be gone through many times")
 
 
 class _Front:
@@ -264,9 +286,13 @@ class _Front:
         self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds))
         if self.within:
             self.chosen = self.points[-1]
-            self.best = Snapshot(self._model, self._optimizer, copy=True)
+            self._best = Snapshot(self._model, self._optimizer, copy=True)
         if self._on_point is not None:
             self._on_point(self.points[-1], self._model)
+
+    def restore(self) -> None:
+        """Whatever happened: the smallest network that was good enough."""
+        self._best.restore()
 
     @property
     def recovered(self) -> bool:
