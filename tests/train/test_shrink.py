@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import rlsprune
+from rlsprune.train.given import OnDevice
 from rlsprune.train.loop import evaluate
-from rlsprune.train.shrink import FrontPoint, _OnDevice
+from rlsprune.train.shrink import FrontPoint
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 
@@ -106,7 +107,7 @@ def test_the_given_network_teaches_the_smaller_ones(trained: nn.Module) -> None:
 def test_a_sample_is_spread_evenly_over_the_batches(count: int) -> None:
     everything = torch.arange(640)
     given = [(part.unsqueeze(1), part) for part in everything.split(60)]
-    sample = _OnDevice(given, torch.device("cpu"), "valid").sample(count)
+    sample = OnDevice(given, torch.device("cpu"), "valid").sample(count)
     labels = torch.cat([labels for _, labels in sample])
     assert count / 2 <= len(labels) <= count or len(labels) == 640
     assert labels.diff().unique().numel() <= 1
@@ -118,7 +119,7 @@ def test_batches_that_cannot_be_joined_are_sampled_whole() -> None:
     lengths = [(torch.rand(4, 3, length), torch.zeros(4)) for length in range(5, 25)]
     flat = [(torch.rand(4, 3), torch.zeros(12)) for _ in range(20)]
     for given in (lengths, flat):
-        sample = _OnDevice(given, torch.device("cpu"), "valid").sample(20)
+        sample = OnDevice(given, torch.device("cpu"), "valid").sample(20)
         assert [[part.shape for part in batch] for batch in sample] == [
             [part.shape for part in batch] for batch in given[::4]
         ]
@@ -126,7 +127,7 @@ def test_batches_that_cannot_be_joined_are_sampled_whole() -> None:
 
 def test_a_sample_does_not_keep_what_it_was_taken_from() -> None:
     given = [(torch.rand(64, 8), torch.zeros(64))]
-    for part in _OnDevice(given, torch.device("cpu"), "valid").sample(8)[0]:
+    for part in OnDevice(given, torch.device("cpu"), "valid").sample(8)[0]:
         assert part.untyped_storage().nbytes() == part.nbytes
 
 

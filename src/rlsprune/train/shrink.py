@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from rlsprune.optim.rls import RLS
 from rlsprune.profile import count
 from rlsprune.prune.pruner import Pruner
 from rlsprune.prune.snapshot import Snapshot
+from rlsprune.train.given import OnDevice
 from rlsprune.train.guard import Guard
 from rlsprune.train.loop import Batch, Loss, evaluate, train_epoch
 from rlsprune.train.teacher import Teacher
@@ -155,8 +155,8 @@ def shrink(
     if valid is None and (score is None or spread):
         warnings.warn("shrink measures on the training batches: give valid= held-out ones", stacklevel=2)
     device = next(model.parameters()).device
-    batches = _OnDevice(data, device, "data")
-    scored = batches if valid is None else _OnDevice(valid, device, "valid")
+    batches = OnDevice(data, device, "data")
+    scored = batches if valid is None else OnDevice(valid, device, "valid")
     score = score or (lambda network: evaluate(network, scored, loss).precision)
     example = batches.example()
     held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if spread else None
@@ -212,43 +212,6 @@ def _held_out_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> Ca
             "which layers to cut: check loss and labels, or give spread=False"
         )
     return mean
-
-
-class _OnDevice:
-    """Batches, moved to where the network is as they are used."""
-
-    def __init__(self, batches: Iterable[Batch], device: torch.device, name: str) -> None:
-        self._batches, self._device, self._name = batches, device, name
-
-    def __iter__(self) -> Iterator[Batch]:
-        for inputs, labels in self._batches:
-            yield inputs.to(self._device), labels.to(self._device)
-
-    def example(self) -> Tensor:
-        """One input."""
-        first = next(iter(self), None)
-        if first is None:
-            raise self._empty()
-        return first[0][:1]
-
-    def sample(self, count: int) -> list[Batch]:
-        """At most so many inputs, evenly from all of them; whole batches where these cannot be joined."""
-        shapes = [(inputs.shape, labels.shape) for inputs, labels in self._batches]
-        if not shapes:
-            raise self._empty()
-        sizes = [len_inputs for (len_inputs, *_), _ in shapes]
-        every = math.ceil(sum(sizes) / count)
-        if any(x[0] != y[0] or (x[1:], y[1:]) != (shapes[0][0][1:], shapes[0][1][1:]) for x, y in shapes):
-            return list(itertools.islice(self, 0, None, every))
-        chosen: list[list[Tensor]] = []
-        for start, batch in zip(itertools.accumulate(sizes, initial=0), self._batches, strict=False):
-            # A copy: a slice would keep its whole batch in memory.
-            chosen.append([part[-start % every :: every].to(self._device, copy=True) for part in batch])
-        inputs, labels = (torch.split(torch.cat(parts), max(sizes)) for parts in zip(*chosen, strict=True))
-        return list(zip(inputs, labels, strict=True))
-
-    def _empty(self) -> ValueError:
-        return ValueError(f"{self._name} has no batch: give (inputs, labels) that can be gone through many times")
 
 
 class _Front:
