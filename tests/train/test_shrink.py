@@ -1,6 +1,6 @@
 """A trained network goes in, the smallest that is good enough comes out."""
 
-import copy
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -92,15 +92,59 @@ def test_a_round_takes_from_the_layers_that_can_spare_it(spread: bool) -> None:
     assert shrunk.chosen.params <= 0.7 * shrunk.front[0].params
 
 
-def test_the_given_network_teaches_the_smaller_ones(trained: nn.Module) -> None:
-    # With labels of no use, it is all there is to learn from.
+@pytest.mark.parametrize("distill", [0.0, 1.0])
+def test_the_given_network_teaches_the_smaller_ones(trained: nn.Module, distill: float) -> None:
+    # With labels of no use, it is all there is to learn from. The score rises, but never to where it was.
     wrong = [(inputs, 1 - labels) for inputs, labels in batches(0)]
-    options = {"target": {"params": 0.5}, "valid": batches(1), "recovery_epochs": 2}
-    other = copy.deepcopy(trained)
-    rlsprune.shrink(trained, wrong, distill=1.0, **options)  # type: ignore[arg-type]
-    rlsprune.shrink(other, wrong, distill=0.0, **options)  # type: ignore[arg-type]
-    assert precision(trained) > 90
-    assert precision(other) < 50
+    scores = itertools.chain([0.0], itertools.count(-100.0))
+    rlsprune.shrink(
+        trained,
+        wrong,
+        target={"params": 0.5},
+        valid=batches(1),
+        score=lambda network: next(scores),
+        optimizer=lambda network: torch.optim.AdamW(network.parameters(), lr=1e-2),
+        distill=distill,
+    )
+    assert (precision(trained) > 90) if distill else (precision(trained) < 70)
+
+
+def test_the_best_epoch_of_a_round_counts(trained: nn.Module) -> None:
+    # Given, pruned, and twice trained: the first time better, the second time worse.
+    scores, seen = iter([10.0, 5.0, 7.0, 6.0]), []
+
+    def score(network: nn.Module) -> float:
+        seen.append([parameter.clone() for parameter in network.parameters()])
+        return next(scores)
+
+    options = {"target": {"params": 0.9}, "valid": batches(1), "score": score, "ratio": 0.1}
+    shrunk = rlsprune.shrink(trained, batches(0), **options)  # type: ignore[arg-type]
+    assert (shrunk.chosen.score, shrunk.chosen.score_pruned, shrunk.chosen.epochs) == (7.0, 5.0, 2)
+    assert all(torch.equal(kept, now) for kept, now in zip(seen[2], trained.parameters(), strict=True))
+    assert not all(torch.equal(kept, last) for kept, last in zip(seen[2], seen[3], strict=True))
+
+
+def test_the_rate_of_recovery_falls_to_zero_in_every_round(trained: nn.Module) -> None:
+    rates: list[float] = []
+    scores = itertools.chain([0.0], itertools.count(-100.0))
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            rates.append(self.param_groups[0]["lr"])
+            super().step()
+
+    rlsprune.shrink(
+        trained,
+        batches(0),
+        target={"params": 0.6},
+        valid=batches(1),
+        score=lambda network: next(scores),
+        optimizer=lambda network: Watched(network.parameters(), lr=0.5),
+        recovery_epochs=2,
+    )
+    rounds = len(rates) // 32
+    assert rounds >= 2
+    assert rates == pytest.approx([0.5 * (1 - step / 32) for step in range(32)] * rounds)
 
 
 @pytest.mark.parametrize("count", [1, 7, 100, 640, 1000])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ class OnDevice:
         for inputs, labels in self._batches:
             yield inputs.to(self._device), labels.to(self._device)
 
+    def __len__(self) -> int:
+        return len(self._batches) if isinstance(self._batches, Sized) else sum(1 for _ in self._batches)
+
     def example(self) -> Tensor:
         """One input."""
         first = next(iter(self), None)
@@ -42,14 +45,15 @@ class OnDevice:
         shapes = [(inputs.shape, labels.shape) for inputs, labels in self._batches]
         if not shapes:
             raise self._empty()
-        sizes = [len_inputs for (len_inputs, *_), _ in shapes]
+        sizes = [inputs[0] for inputs, _ in shapes]
         every = math.ceil(sum(sizes) / count)
         if any(x[0] != y[0] or (x[1:], y[1:]) != (shapes[0][0][1:], shapes[0][1][1:]) for x, y in shapes):
             return list(itertools.islice(self, 0, None, every))
-        chosen: list[list[Tensor]] = []
-        for start, batch in zip(itertools.accumulate(sizes, initial=0), self._batches, strict=False):
+        chosen = [
             # A copy: a slice would keep its whole batch in memory.
-            chosen.append([part[-start % every :: every].to(self._device, copy=True) for part in batch])
+            [part[-start % every :: every].to(self._device, copy=True) for part in batch]
+            for start, batch in zip(itertools.accumulate(sizes, initial=0), self._batches, strict=False)
+        ]
         inputs, labels = (torch.split(torch.cat(parts), max(sizes)) for parts in zip(*chosen, strict=True))
         return list(zip(inputs, labels, strict=True))
 

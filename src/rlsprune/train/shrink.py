@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune._arguments import check_argument
 from rlsprune._model import evaluating
@@ -99,8 +100,8 @@ def shrink(
     """Makes a trained network as small as the target or the allowed drop lets it be.
 
     Each round removes a share of the channels, from the layers where that costs the held-out loss least, refits the
-    layers that read them from the exact statistics of their inputs, and trains until the score is back or the epochs of
-    recovery are used up.
+    layers that read them from the exact statistics of their inputs, and trains at a rate that falls to zero, until the
+    score is back or the epochs of recovery are used up. Of these, the best counts.
 
     Args:
         model: Trained by anyone, with any optimizer. It is changed in place.
@@ -179,20 +180,34 @@ def shrink(
         )
         stack.callback(pruner.close)
         stack.callback(model.train, was_training)
-        guard = Guard(model)
+        guard, steps = Guard(model), max(1, recovery_epochs * len(batches))
         front = _Front(model, recovery, example, score, max_drop, on_point)
         stack.callback(front.restore)
+
+        def recover() -> None:
+            rate = LambdaLR(recovery, lambda step: max(0.0, 1 - step / steps))
+            for epoch in range(recovery_epochs):
+                guard.start_epoch(front.epochs + 1, after_prune=epoch == 0)
+                train_epoch(
+                    model,
+                    recovery,
+                    batches,
+                    loss,
+                    NoPruning(model, example),
+                    on_batch=lambda number, loss: rate.step(),
+                    guard=guard,
+                    teacher=teacher,
+                )
+                front.trained()
+                if front.recovered:
+                    return
+
         while front.within and not pruner.target_reached:
             pruner.calibrate(itertools.islice(batches, _CALIBRATION_BATCHES))
             if pruner.prune() is None:
                 break
             front.pruned()
-            for epoch in range(recovery_epochs):
-                guard.start_epoch(front.epochs + 1, after_prune=epoch == 0)
-                train_epoch(model, recovery, batches, loss, NoPruning(model, example), guard=guard, teacher=teacher)
-                front.trained()
-                if front.recovered:
-                    break
+            recover()
             front.add()
     return Shrunk(model, front.chosen, tuple(front.points))
 
@@ -236,20 +251,24 @@ class _Front:
     def pruned(self) -> None:
         """An event has just happened."""
         self._score = self._score_pruned = self._timed_score()
+        self._kept = Snapshot(self._model, self._optimizer, copy=True)
 
     def trained(self) -> None:
         """So has an epoch of recovery."""
         self.epochs += 1
-        self._score = self._timed_score()
+        score = self._timed_score()
+        if score >= self._score:
+            self._score, self._kept = score, Snapshot(self._model, self._optimizer, copy=True)
 
     def add(self) -> None:
-        """The network as it is now is a point of the front."""
+        """The network as it was best since the event is a point of the front."""
+        self._kept.restore()
         params, flops = count(self._model, self._example)
         seconds = time.perf_counter() - self._started
         self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds))
         if self.within:
             self.chosen = self.points[-1]
-            self._best = Snapshot(self._model, self._optimizer, copy=True)
+            self._best = self._kept
         if self._on_point is not None:
             self._on_point(self.points[-1], self._model)
 
