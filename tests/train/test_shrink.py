@@ -92,38 +92,6 @@ def test_a_round_takes_from_the_layers_that_can_spare_it(spread: bool) -> None:
     assert shrunk.chosen.params <= 0.7 * shrunk.front[0].params
 
 
-@pytest.mark.parametrize("distill", [0.0, 1.0])
-def test_the_given_network_teaches_the_smaller_ones(trained: nn.Module, distill: float) -> None:
-    # With labels of no use, it is all there is to learn from. The score rises, but never to where it was.
-    wrong = [(inputs, 1 - labels) for inputs, labels in batches(0)]
-    scores = itertools.chain([0.0], itertools.count(-100.0))
-    rlsprune.shrink(
-        trained,
-        wrong,
-        target={"params": 0.5},
-        valid=batches(1),
-        score=lambda network: next(scores),
-        optimizer=lambda network: torch.optim.AdamW(network.parameters(), lr=1e-2),
-        distill=distill,
-    )
-    assert (precision(trained) > 90) if distill else (precision(trained) < 70)
-
-
-def test_the_best_epoch_of_a_round_counts(trained: nn.Module) -> None:
-    # Given, pruned, and twice trained: the first time better, the second time worse.
-    scores, seen = iter([10.0, 5.0, 7.0, 6.0]), []
-
-    def score(network: nn.Module) -> float:
-        seen.append([parameter.clone() for parameter in network.parameters()])
-        return next(scores)
-
-    options = {"target": {"params": 0.9}, "valid": batches(1), "score": score, "ratio": 0.1}
-    shrunk = rlsprune.shrink(trained, batches(0), **options)  # type: ignore[arg-type]
-    assert (shrunk.chosen.score, shrunk.chosen.score_pruned, shrunk.chosen.epochs) == (7.0, 5.0, 2)
-    assert all(torch.equal(kept, now) for kept, now in zip(seen[2], trained.parameters(), strict=True))
-    assert not all(torch.equal(kept, last) for kept, last in zip(seen[2], seen[3], strict=True))
-
-
 def test_the_rate_of_recovery_falls_to_zero_in_every_round(trained: nn.Module) -> None:
     rates: list[float] = []
     scores = itertools.chain([0.0], itertools.count(-100.0))
@@ -185,7 +153,7 @@ def test_a_loss_that_is_no_number_cannot_tell_where_to_cut(trained: nn.Module) -
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"distill": 1.5}, "distill"), ({"target": {"params": 1.5}}, "target"), ({"ignore": ["nowhere"]}, "nowhere")],
+    [({"target": {"params": 1.5}}, "target"), ({"ignore": ["nowhere"]}, "nowhere")],
 )
 def test_a_wrong_argument_leaves_no_hook(trained: nn.Module, wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -227,7 +195,6 @@ def test_own_score_decides(trained: nn.Module) -> None:
         ({"max_drop": -1.0}, "max_drop=-1.0"),
         ({"target": {"params": 0.5}, "recovery_epochs": -1}, "recovery_epochs=-1"),
         ({"target": {"params": 1.5}}, "1.5"),
-        ({"target": {"params": 0.5}, "distill": 1.5}, "distill=1.5"),
     ],
 )
 def test_bad_arguments(trained: nn.Module, options: dict[str, object], message: str) -> None:

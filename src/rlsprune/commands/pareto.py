@@ -30,10 +30,6 @@ def pareto(
     recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
     lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
     spread: Annotated[bool, typer.Option("--spread/--no-spread", help=options.SPREAD)] = True,
-    distill: Annotated[
-        float,
-        typer.Option("--distill", help="How much of the loss is the distance from the run's outputs, not the labels."),
-    ] = 0.5,
     data_dir: options.DataDir = None,
     device: options.Device = None,
     out: options.Out = None,
@@ -68,7 +64,6 @@ def pareto(
         recovery_epochs=recovery_epochs,
         lr=lr,
         spread=spread,
-        distill=distill,
         on_point=show,
     )
     typer.echo(f"chosen: {_line(result['front'][result['chosen']], full)}")

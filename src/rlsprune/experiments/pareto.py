@@ -35,7 +35,6 @@ def shrink_run(
     recovery_epochs: int,
     lr: float,
     spread: bool,
-    distill: float,
     on_point: Callable[[Point], object] = lambda point: None,
 ) -> Mapping[str, Any]:
     """Shrinks a run's network, and writes the front, its picture and the chosen network.
@@ -52,7 +51,6 @@ def shrink_run(
         recovery_epochs: At most, after each round.
         lr: η of the RLS that recovers.
         spread: Take from each layer what costs the held-out loss least, not the ratio from all.
-        distill: How much of the loss in recovery is the distance from the outputs of the run's network.
         on_point: Told about each network on the way.
 
     Returns:
@@ -83,7 +81,6 @@ def shrink_run(
         ratio=ratio,
         recovery_epochs=recovery_epochs,
         spread=spread,
-        distill=distill,
         on_point=note,
     )
     chosen = shrunk.front.index(shrunk.chosen)
@@ -94,7 +91,6 @@ def shrink_run(
         "recovery_epochs": recovery_epochs,
         "lr": lr,
         "spread": spread,
-        "distill": distill,
     }
     result = {"run": dict(recipe.title), "settings": settings, "chosen": chosen, "front": points}
     io.save(shrunk.model, out / "model.safetensors", metadata={"config": config.to_dict()})

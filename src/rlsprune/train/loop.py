@@ -14,7 +14,6 @@ from rlsprune._model import evaluating
 from rlsprune.train.guard import FaultError, Guard
 from rlsprune.train.method import Method
 from rlsprune.train.share import Share
-from rlsprune.train.teacher import Teacher
 
 __all__ = ["LOSSES", "Batch", "EpochLoss", "Evaluation", "Loss", "evaluate", "mean_squared_error", "train_epoch"]
 
@@ -63,7 +62,6 @@ def train_epoch(
     on_batch: Callable[[int, Tensor], None] = lambda number, loss: None,
     share: Share = ALONE,
     guard: Guard | None = None,
-    teacher: Teacher | None = None,
 ) -> EpochLoss:
     """Trains one epoch.
 
@@ -77,7 +75,6 @@ def train_epoch(
             on an accelerator.
         share: Which part of each batch is this process's.
         guard: Looks for numerical faults; None for one that raises.
-        teacher: Whose outputs count beside the labels.
 
     Raises:
         FaultError: A number that is not finite, or a loss that has diverged.
@@ -88,7 +85,8 @@ def train_epoch(
     sums: list[Tensor] = []  # read once at the end: looking at each would make the host wait for an accelerator
     for number, batch in enumerate(batches, 1):
         inputs, labels, weight = share.of_batch(*batch)
-        if guard.inputs(inputs) and guard.loss(loss := _loss(model, inputs, labels, loss_function, teacher)):
+        loss = loss_function(model(inputs), labels) if guard.inputs(inputs) else None
+        if loss is not None and guard.loss(loss):
             if weight != 1:
                 loss = weight * loss
             optimizer.zero_grad()
@@ -121,12 +119,6 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss_function: Loss, sh
             seen += len(labels)
     loss, correct, images = share.totals([_total(losses), _total(corrects), seen])
     return Evaluation(loss / images, 100 * correct / images)
-
-
-def _loss(model: nn.Module, inputs: Tensor, labels: Tensor, loss_function: Loss, teacher: Teacher | None) -> Tensor:
-    outputs = model(inputs)
-    loss = loss_function(outputs, labels)
-    return loss if teacher is None else teacher.mix(loss, inputs, outputs)
 
 
 def _total(values: list[Tensor]) -> float:

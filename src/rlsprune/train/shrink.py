@@ -24,7 +24,6 @@ from rlsprune.prune.snapshot import Snapshot
 from rlsprune.train.given import OnDevice
 from rlsprune.train.guard import Guard
 from rlsprune.train.loop import Batch, Loss, evaluate, train_epoch
-from rlsprune.train.teacher import Teacher
 from rlsprune.train.unpruned import NoPruning
 
 __all__ = ["FrontPoint", "Shrunk", "shrink"]
@@ -94,14 +93,13 @@ def shrink(
     ignore: Iterable[str] = (),
     round_to: int = 1,
     spread: bool = True,
-    distill: float = 0.5,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
 ) -> Shrunk:
     """Makes a trained network as small as the target or the allowed drop lets it be.
 
     Each round removes a share of the channels, from the layers where that costs the held-out loss least, refits the
     layers that read them from the exact statistics of their inputs, and trains at a rate that falls to zero, until the
-    score is back or the epochs of recovery are used up. Of these, the best counts.
+    score is back or the epochs of recovery are used up.
 
     Args:
         model: Trained by anyone, with any optimizer. It is changed in place.
@@ -121,8 +119,6 @@ def shrink(
         round_to: Layers keep a multiple of this many channels.
         spread: Whether a round takes more from the layers where it costs the loss less, on a sample of the batches
             that are scored, and as much in all; if not, it takes ``ratio`` of every layer.
-        distill: How much of the loss in recovery is the distance from the given network's outputs, in [0, 1]; the rest
-            is that from the labels.
         on_point: Called with each point and the network as it is there.
 
     Returns:
@@ -130,7 +126,6 @@ def shrink(
 
     Raises:
         ValueError: Neither target nor max_drop is given, or there is no batch, or an iterator that ends after one use.
-        TypeError: With ``distill``, the network's output is not one tensor.
         FloatingPointError: Recovery diverged. The network is then the last good one.
 
     Examples:
@@ -147,7 +142,6 @@ def shrink(
         raise ValueError("give target, max_drop, or both: without either there is no end to pruning")
     check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, recovery_epochs >= 0, "at least 0")
-    check_argument("distill", distill, 0 <= distill <= 1, "in [0, 1]")
     for name, given in (("data", data), ("valid", valid)):
         if isinstance(given, Iterator):
             raise ValueError(
@@ -161,7 +155,6 @@ def shrink(
     score = score or (lambda network: evaluate(network, scored, loss).precision)
     example = batches.example()
     held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if spread else None
-    teacher = Teacher(model, distill, example) if distill and recovery_epochs else None
     was_training = model.training
     recovery = RLS(model, lr=0.1) if optimizer is None else optimizer(model)
     with contextlib.ExitStack() as stack:
@@ -196,7 +189,6 @@ def shrink(
                     NoPruning(model, example),
                     on_batch=lambda number, loss: rate.step(),
                     guard=guard,
-                    teacher=teacher,
                 )
                 front.trained()
                 if front.recovered:
@@ -251,24 +243,20 @@ class _Front:
     def pruned(self) -> None:
         """An event has just happened."""
         self._score = self._score_pruned = self._timed_score()
-        self._kept = Snapshot(self._model, self._optimizer, copy=True)
 
     def trained(self) -> None:
         """So has an epoch of recovery."""
         self.epochs += 1
-        score = self._timed_score()
-        if score >= self._score:
-            self._score, self._kept = score, Snapshot(self._model, self._optimizer, copy=True)
+        self._score = self._timed_score()
 
     def add(self) -> None:
-        """The network as it was best since the event is a point of the front."""
-        self._kept.restore()
+        """The network as it is now is a point of the front."""
         params, flops = count(self._model, self._example)
         seconds = time.perf_counter() - self._started
         self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds))
         if self.within:
             self.chosen = self.points[-1]
-            self._best = self._kept
+            self._best = Snapshot(self._model, self._optimizer, copy=True)
         if self._on_point is not None:
             self._on_point(self.points[-1], self._model)
 
