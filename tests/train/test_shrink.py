@@ -206,7 +206,7 @@ def test_no_batch_and_no_held_out_batches_are_said(trained: nn.Module) -> None:
     with pytest.raises(ValueError, match="data has no batch"):
         rlsprune.shrink(trained, [], target={"params": 0.5}, valid=batches(1))
     with pytest.raises(ValueError, match="valid has no batch"):
-        rlsprune.shrink(trained, batches(0), target={"params": 0.5}, valid=[])
+        rlsprune.shrink(trained, batches(0), target={"params": 0.5}, valid=[], spread=False)
     with pytest.warns(UserWarning, match="held-out"):
         rlsprune.shrink(trained, batches(0, 2), target={"params": 0.9}, recovery_epochs=0)
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Sized
 
 import torch
-from torch import Tensor
 
 from rlsprune.train.loop import Batch
 
@@ -21,10 +20,18 @@ class OnDevice:
         batches: Of (inputs, labels), to be gone through many times.
         device: Of the network.
         name: What the user calls them.
+
+    Raises:
+        ValueError: There is none.
     """
 
     def __init__(self, batches: Iterable[Batch], device: torch.device, name: str) -> None:
         self._batches, self._device, self._name = batches, device, name
+        first = next(iter(self), None)
+        if first is None:
+            raise self._empty()
+        self.example = first[0][:1]
+        """One input."""
 
     def __iter__(self) -> Iterator[Batch]:
         for inputs, labels in self._batches:
@@ -32,13 +39,6 @@ class OnDevice:
 
     def __len__(self) -> int:
         return len(self._batches) if isinstance(self._batches, Sized) else sum(1 for _ in self._batches)
-
-    def example(self) -> Tensor:
-        """One input."""
-        first = next(iter(self), None)
-        if first is None:
-            raise self._empty()
-        return first[0][:1]
 
     def sample(self, count: int) -> list[Batch]:
         """At most so many inputs, evenly from all of them; whole batches where these cannot be joined."""

@@ -153,7 +153,7 @@ def shrink(
     batches = OnDevice(data, device, "data")
     scored = batches if valid is None else OnDevice(valid, device, "valid")
     score = score or (lambda network: evaluate(network, scored, loss).precision)
-    example = batches.example()
+    example = batches.example
     held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if spread else None
     was_training = model.training
     recovery = RLS(model, lr=0.1) if optimizer is None else optimizer(model)
