@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from rlsprune.train.observer import Observer, Observers
 
 if TYPE_CHECKING:
     from rlsprune.train.method import Retained
 
-__all__ = ["LineObserver", "describe", "observer"]
+__all__ = ["LineObserver", "describe", "observer", "status"]
 
 
 def observer(quiet: bool, tensorboard: Path | None = None) -> Observer:
@@ -30,6 +32,25 @@ def observer(quiet: bool, tensorboard: Path | None = None) -> Observer:
     from rlsprune.live import LiveObserver
 
     return LiveObserver()
+
+
+@contextmanager
+def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str, int, int | None], object]]]:
+    """For long work: what says a line, and what is told what is being done, for a bar below the lines on a terminal."""
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        shown: dict[str, TaskID] = {}
+
+        def progress(stage: str, done: int, total: int | None) -> None:
+            if stage not in shown:
+                for task in shown.values():
+                    bar.remove_task(task)
+                shown.clear()
+                shown[stage] = bar.add_task(stage, total=total)
+            bar.update(shown[stage], completed=done)
+
+        yield (lambda line: None) if quiet else console.print, progress
 
 
 def describe(summary: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from rlsprune import io
 from rlsprune.cli import main
 from rlsprune.experiments.config import make_config
+from rlsprune.experiments.pareto import shrink_run
 from rlsprune.experiments.run import load_data, make_recipe, run
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import evaluate
@@ -25,7 +26,7 @@ def test_front_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     run(config, source)
     assert main(command) == 0
-    assert "chosen:" in capsys.readouterr().out
+    assert "Chosen:" in capsys.readouterr().out
     out = source.path / "pareto"
     result = json.loads((out / "pareto.json").read_text())
     front = result["front"]
@@ -38,3 +39,28 @@ def test_front_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     recipe = make_recipe(config, data)
     small = io.load(out / "model.safetensors", into=recipe.build_model())
     assert evaluate(small, recipe.evaluation_batches(data.test), recipe.loss).precision == front[-1]["precision"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, FloatingPointError])
+def test_what_there_is_is_kept_when_it_is_stopped(tmp_path: Path, stop: type[BaseException]) -> None:
+    source, out = RunFolder(tmp_path / "run"), tmp_path / "pareto"
+    config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
+    run(config, source)
+    rounds: list[str] = []
+
+    def progress(stage: str, done: int, total: int | None) -> None:
+        rounds.append(stage)
+        if stage.startswith("round 3, recovery"):
+            raise stop("stopped")
+
+    settings = {"max_drop": None, "target": 0.05, "ratio": 0.4, "recovery_epochs": 1, "lr": 0.1, "spread": False}
+    with pytest.raises(stop):
+        shrink_run(config, source, out, on_progress=progress, **settings)
+    result = json.loads((out / "pareto.json").read_text())
+    assert (result["finished"], result["chosen"], len(result["front"])) == (False, 2, 3)
+    data = load_data(config)
+    recipe = make_recipe(config, data)
+    small = io.load(out / "model.safetensors", into=recipe.build_model())
+    precision = evaluate(small, recipe.evaluation_batches(data.test), recipe.loss).precision
+    assert precision == result["front"][2]["precision"], "the network of the last round that was finished"
+    assert {"scoring", "round 1, pruning", "round 2, recovery epoch 1 of 1"} < set(rounds)

@@ -216,3 +216,23 @@ def test_batches_that_can_be_used_once_are_refused(trained: nn.Module, name: str
     given = {"data": batches(0), "valid": batches(1), name: iter(batches(0))}
     with pytest.raises(ValueError, match=f"{name} can be gone through only once"):
         rlsprune.shrink(trained, target={"params": 0.5}, **given)  # type: ignore[arg-type]
+
+
+def test_progress_is_told_batch_by_batch(trained: nn.Module) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    shrunk = rlsprune.shrink(
+        trained,
+        batches(0),
+        target={"params": 0.5},
+        valid=batches(1),
+        recovery_epochs=2,
+        spread=False,
+        on_progress=lambda *stage: told.append(stage),
+    )
+    assert told[:2] == [("scoring", 0, None), ("round 1, pruning", 0, None)]
+    assert [told_of for told_of in told if told_of[0] == "round 1, recovery epoch 1 of 2"] == [
+        ("round 1, recovery epoch 1 of 2", number, 16) for number in range(1, 17)
+    ]
+    rounds = {stage.split(",")[0] for stage, _, _ in told} - {"scoring"}
+    assert len(rounds) == len(shrunk.front) - 1
+    assert sum(number == 16 for _, number, _ in told) == shrunk.front[-1].epochs

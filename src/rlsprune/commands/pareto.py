@@ -14,6 +14,8 @@ __all__ = ["EXAMPLES", "pareto"]
 EXAMPLES = """Examples: `rlsprune pareto runs/digits-fnn-none-seed0` ·
 `rlsprune pareto runs/mnist-fnn-none-seed0 --max-drop 0.3 --ratio 0.1`"""
 
+_HEAD = "params %  FLOPs %  precision %  held-out %  right after  epochs  seconds"
+
 
 def pareto(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run of `rlsprune run`.", show_default=False)],
@@ -37,6 +39,7 @@ def pareto(
 ) -> None:
     """Make a finished run's network smaller and smaller, and draw precision against size."""
     from rlsprune.experiments.pareto import shrink_run
+    from rlsprune.terminal import status
     from rlsprune.train.folder import RunFolder
 
     source = RunFolder(run)
@@ -46,34 +49,42 @@ def pareto(
         )
     config = folders.read_config(run, "give the folder of one of `rlsprune run`", device, data_dir)
     folder = out or run / "pareto"
-    folder.mkdir(parents=True, exist_ok=True)
     full: dict[str, Any] = {}
+    try:
+        with status(quiet) as (say, progress):
 
-    def show(point: dict[str, Any]) -> None:
-        full.update({key: value for key, value in point.items() if key not in full})
-        if not quiet:
-            typer.echo(_line(point, full))
+            def show(point: dict[str, Any]) -> None:
+                if not full:
+                    full.update(point)
+                    say(_HEAD)
+                say(_row(point, full))
 
-    result = shrink_run(
-        config,
-        source,
-        folder,
-        max_drop=1.0 if max_drop is None and target is None else max_drop,
-        target=target,
-        ratio=ratio,
-        recovery_epochs=recovery_epochs,
-        lr=lr,
-        spread=spread,
-        on_point=show,
-    )
-    typer.echo(f"chosen: {_line(result['front'][result['chosen']], full)}")
+            result = shrink_run(
+                config,
+                source,
+                folder,
+                max_drop=1.0 if max_drop is None and target is None else max_drop,
+                target=target,
+                ratio=ratio,
+                recovery_epochs=recovery_epochs,
+                lr=lr,
+                spread=spread,
+                on_point=show,
+                on_progress=progress,
+            )
+    except (KeyboardInterrupt, FloatingPointError):
+        if full:
+            typer.echo(f"Stopped. What there is so far is in {folder}", err=True)
+        raise
+    chosen = result["front"][result["chosen"]]
+    share = 100 * chosen["params"] / full["params"]
+    typer.echo(f"Chosen: {share:.1f} % of the parameters, precision {chosen['precision']:.2f} %")
     typer.echo(f"Written to {folder}: model.safetensors, pareto.png and pareto.json")
 
 
-def _line(point: dict[str, Any], full: dict[str, Any]) -> str:
+def _row(point: dict[str, Any], full: dict[str, Any]) -> str:
     params, flops = (100 * point[what] / full[what] for what in ("params", "flops"))
     return (
-        f"{params:5.1f} % of the parameters  {flops:5.1f} % of the FLOPs  precision {point['precision']:.2f} %  "
-        f"held-out {point['score']:.2f} % (right after the prune {point['score_pruned']:.2f} %)  "
-        f"epoch {point['epochs']}  {point['seconds']:.0f} s"
+        f"{params:8.1f} {flops:8.1f} {point['precision']:12.2f} {point['score']:11.2f} {point['score_pruned']:12.2f} "
+        f"{point['epochs']:7} {point['seconds']:8.0f}"
     )

@@ -15,9 +15,10 @@ from rlsprune.experiments.config import RunConfig
 from rlsprune.experiments.figures import draw_front
 from rlsprune.experiments.run import load_data, make_recipe
 from rlsprune.optim.rls import RLS
+from rlsprune.profile import parameter_count
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import evaluate
-from rlsprune.train.shrink import FrontPoint, shrink
+from rlsprune.train.shrink import FrontPoint, Progress, shrink
 
 __all__ = ["shrink_run"]
 
@@ -36,6 +37,7 @@ def shrink_run(
     lr: float,
     spread: bool,
     on_point: Callable[[Point], object] = lambda point: None,
+    on_progress: Progress | None = None,
 ) -> Mapping[str, Any]:
     """Shrinks a run's network, and writes the front, its picture and the chosen network.
 
@@ -52,10 +54,15 @@ def shrink_run(
         lr: η of the RLS that recovers.
         spread: Take from each layer what costs the held-out loss least, not the ratio from all.
         on_point: Told about each network on the way.
+        on_progress: As of `rlsprune.shrink`.
 
     Returns:
         What stands in pareto.json.
+
+    Raises:
+        FloatingPointError: Recovery diverged. What there was before, as after Ctrl-C, is written.
     """
+    out.mkdir(parents=True, exist_ok=True)
     config = replace(config, gate="valid")
     data = load_data(config)
     assert data.valid is not None
@@ -69,21 +76,20 @@ def shrink_run(
         points.append({**asdict(point), "precision": evaluate(network, test, recipe.loss).precision})
         on_point(points[-1])
 
-    torch.manual_seed(config.seed)
-    shrunk = shrink(
-        model,
-        recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
-        target=None if target is None else {"params": target},
-        max_drop=max_drop,
-        valid=recipe.evaluation_batches(data.valid),
-        loss=recipe.loss,
-        optimizer=lambda network: RLS(network, lr=lr),
-        ratio=ratio,
-        recovery_epochs=recovery_epochs,
-        spread=spread,
-        on_point=note,
-    )
-    chosen = shrunk.front.index(shrunk.chosen)
+    def written(finished: bool) -> Mapping[str, Any]:
+        chosen = [point["params"] for point in points].index(parameter_count(model))
+        result = {
+            "run": dict(recipe.title),
+            "settings": settings,
+            "finished": finished,
+            "chosen": chosen,
+            "front": points,
+        }
+        io.save(model, out / "model.safetensors", metadata={"config": config.to_dict()})
+        draw_front(points, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
+        RunFolder(out).write_json("pareto", result)
+        return result
+
     settings = {
         "max_drop": max_drop,
         "target": target,
@@ -92,8 +98,24 @@ def shrink_run(
         "lr": lr,
         "spread": spread,
     }
-    result = {"run": dict(recipe.title), "settings": settings, "chosen": chosen, "front": points}
-    io.save(shrunk.model, out / "model.safetensors", metadata={"config": config.to_dict()})
-    draw_front(points, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
-    RunFolder(out).write_json("pareto", result)
-    return result
+    torch.manual_seed(config.seed)
+    try:
+        shrink(
+            model,
+            recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
+            target=None if target is None else {"params": target},
+            max_drop=max_drop,
+            valid=recipe.evaluation_batches(data.valid),
+            loss=recipe.loss,
+            optimizer=lambda network: RLS(network, lr=lr),
+            ratio=ratio,
+            recovery_epochs=recovery_epochs,
+            spread=spread,
+            on_point=note,
+            on_progress=on_progress,
+        )
+    except (KeyboardInterrupt, FloatingPointError):
+        if points:
+            written(finished=False)
+        raise
+    return written(finished=True)

@@ -35,6 +35,9 @@ _WEIGHED = 512  # held-out inputs that tell what cutting a layer costs
 Score = Callable[[nn.Module], float]
 """How good a network is, higher is better."""
 
+Progress = Callable[[str, int, int | None], object]
+"""Is told what is being done, how much of it is done, and of how much: None where nobody knows."""
+
 
 @dataclass(frozen=True)
 class FrontPoint:
@@ -94,6 +97,7 @@ def shrink(
     round_to: int = 1,
     spread: bool = True,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
+    on_progress: Progress | None = None,
 ) -> Shrunk:
     """Makes a trained network as small as the target or the allowed drop lets it be.
 
@@ -120,6 +124,8 @@ def shrink(
         spread: Whether a round takes more from the layers where it costs the loss less, on a sample of the batches
             that are scored, and as much in all; if not, it takes ``ratio`` of every layer.
         on_point: Called with each point and the network as it is there.
+        on_progress: Called with what is being done, as in ``("round 2, recovery epoch 1 of 2", 57, 469)`` after 57 of
+            469 batches, or ``("round 2, pruning", 0, None)``: for a progress bar.
 
     Returns:
         The network and the front. With ``max_drop`` it is the smallest within it, else the last.
@@ -152,7 +158,13 @@ def shrink(
     device = next(model.parameters()).device
     batches = OnDevice(data, device, "data")
     scored = batches if valid is None else OnDevice(valid, device, "valid")
-    score = score or (lambda network: evaluate(network, scored, loss).precision)
+    tell: Progress = on_progress or (lambda stage, done, total: None)
+    measure = score or (lambda network: evaluate(network, scored, loss).precision)
+
+    def told_score(network: nn.Module) -> float:
+        tell("scoring", 0, None)
+        return measure(network)
+
     example = batches.example
     held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if spread else None
     was_training = model.training
@@ -173,33 +185,34 @@ def shrink(
         )
         stack.callback(pruner.close)
         stack.callback(model.train, was_training)
-        guard, steps = Guard(model), max(1, recovery_epochs * len(batches))
-        front = _Front(model, recovery, example, score, max_drop, on_point)
+        guard, epoch_batches = Guard(model), len(batches)
+        steps = max(1, recovery_epochs * epoch_batches)
+        front = _Front(model, recovery, example, told_score, max_drop, on_point)
         stack.callback(front.restore)
 
-        def recover() -> None:
+        def recover(name: str) -> None:
             rate = LambdaLR(recovery, lambda step: max(0.0, 1 - step / steps))
-            for epoch in range(recovery_epochs):
-                guard.start_epoch(front.epochs + 1, after_prune=epoch == 0)
-                train_epoch(
-                    model,
-                    recovery,
-                    batches,
-                    loss,
-                    NoPruning(model, example),
-                    on_batch=lambda number, loss: rate.step(),
-                    guard=guard,
-                )
+            for epoch in range(1, recovery_epochs + 1):
+                stage = f"{name}, recovery epoch {epoch} of {recovery_epochs}"
+
+                def on_batch(number: int, loss: Tensor, stage: str = stage) -> None:
+                    rate.step()
+                    tell(stage, number, epoch_batches)
+
+                guard.start_epoch(front.epochs + 1, after_prune=epoch == 1)
+                train_epoch(model, recovery, batches, loss, NoPruning(model, example), on_batch=on_batch, guard=guard)
                 front.trained()
                 if front.recovered:
                     return
 
         while front.within and not pruner.target_reached:
+            name = f"round {len(front.points)}"
+            tell(f"{name}, pruning", 0, None)
             pruner.calibrate(itertools.islice(batches, _CALIBRATION_BATCHES))
             if pruner.prune() is None:
                 break
             front.pruned()
-            recover()
+            recover(name)
             front.add()
     return Shrunk(model, front.chosen, tuple(front.points))
 
