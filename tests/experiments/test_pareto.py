@@ -1,17 +1,19 @@
 """`rlsprune pareto` on a real, tiny run."""
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsprune import io
 from rlsprune.cli import main
 from rlsprune.experiments.config import make_config
-from rlsprune.experiments.pareto import shrink_run
+from rlsprune.experiments.pareto import FrontSettings, shrink_run
 from rlsprune.experiments.run import load_data, make_recipe, run
 from rlsprune.train.folder import RunFolder
-from rlsprune.train.loop import evaluate
+from rlsprune.train.loop import Evaluation, evaluate
 
 SETTINGS = {"epochs": 4, "train_images": 600, "test_images": 100, "threads": 1}
 
@@ -53,9 +55,9 @@ def test_what_there_is_is_kept_when_it_is_stopped(tmp_path: Path, stop: type[Bas
         if stage.startswith("round 3, recovery"):
             raise stop("stopped")
 
-    settings = {"max_drop": None, "target": 0.05, "ratio": 0.4, "recovery_epochs": 1, "lr": 0.1, "spread": False}
+    settings = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, spread=False)
     with pytest.raises(stop):
-        shrink_run(config, source, out, on_progress=progress, **settings)
+        shrink_run(config, source, out, settings, on_progress=progress)
     result = json.loads((out / "pareto.json").read_text())
     assert (result["finished"], result["chosen"], len(result["front"])) == (False, 2, 3)
     data = load_data(config)
@@ -64,3 +66,23 @@ def test_what_there_is_is_kept_when_it_is_stopped(tmp_path: Path, stop: type[Bas
     precision = evaluate(small, recipe.evaluation_batches(data.test), recipe.loss).precision
     assert precision == result["front"][2]["precision"], "the network of the last round that was finished"
     assert {"scoring", "round 1, pruning", "round 2, recovery epoch 1 of 1"} < set(rounds)
+
+
+def test_it_may_be_stopped_while_the_test_images_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = RunFolder(tmp_path / "run"), tmp_path / "pareto"
+    config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
+    run(config, source)
+    calls = itertools.count(1)
+
+    def interrupted(*arguments: Any) -> Evaluation:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
+    monkeypatch.setattr("rlsprune.experiments.pareto.evaluate", interrupted)
+    settings = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, spread=False)
+    with pytest.raises(KeyboardInterrupt):
+        shrink_run(config, source, out, settings)
+    result = json.loads((out / "pareto.json").read_text())
+    assert [point["precision"] is None for point in result["front"]] == [False, True]
+    assert result["chosen"] == 1

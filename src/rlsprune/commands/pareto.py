@@ -38,7 +38,7 @@ def pareto(
     quiet: options.Quiet = False,
 ) -> None:
     """Make a finished run's network smaller and smaller, and draw precision against size."""
-    from rlsprune.experiments.pareto import shrink_run
+    from rlsprune.experiments.pareto import FrontSettings, shrink_run
     from rlsprune.terminal import status
     from rlsprune.train.folder import RunFolder
 
@@ -49,6 +49,14 @@ def pareto(
         )
     config = folders.read_config(run, "give the folder of one of `rlsprune run`", device, data_dir)
     folder = out or run / "pareto"
+    settings = FrontSettings(
+        max_drop=1.0 if max_drop is None and target is None else max_drop,
+        target=target,
+        ratio=ratio,
+        recovery_epochs=recovery_epochs,
+        lr=lr,
+        spread=spread,
+    )
     full: dict[str, Any] = {}
     try:
         with status(quiet) as (say, progress):
@@ -59,19 +67,7 @@ def pareto(
                     say(_HEAD)
                 say(_row(point, full))
 
-            result = shrink_run(
-                config,
-                source,
-                folder,
-                max_drop=1.0 if max_drop is None and target is None else max_drop,
-                target=target,
-                ratio=ratio,
-                recovery_epochs=recovery_epochs,
-                lr=lr,
-                spread=spread,
-                on_point=show,
-                on_progress=progress,
-            )
+            result = shrink_run(config, source, folder, settings, on_point=show, on_progress=progress)
     except (KeyboardInterrupt, FloatingPointError):
         if full:
             typer.echo(f"Stopped. What there is so far is in {folder}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,32 @@ from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import evaluate
 from rlsprune.train.shrink import FrontPoint, Progress, shrink
 
-__all__ = ["shrink_run"]
+__all__ = ["FrontSettings", "shrink_run"]
 
 Point = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontSettings:
+    """How a run's network is shrunk; see `rlsprune.shrink`."""
+
+    max_drop: float | None
+    """In points of precision."""
+    target: float | None
+    """The share of the parameters to end at."""
+    ratio: float
+    recovery_epochs: int
+    lr: float
+    """η of the RLS that recovers."""
+    spread: bool
 
 
 def shrink_run(
     config: RunConfig,
     source: RunFolder,
     out: Path,
+    settings: FrontSettings,
     *,
-    max_drop: float | None,
-    target: float | None,
-    ratio: float,
-    recovery_epochs: int,
-    lr: float,
-    spread: bool,
     on_point: Callable[[Point], object] = lambda point: None,
     on_progress: Progress | None = None,
 ) -> Mapping[str, Any]:
@@ -47,12 +57,7 @@ def shrink_run(
         config: The run's; the device and the folder of the data may be others.
         source: The finished run.
         out: The folder for pareto.json, pareto.png and model.safetensors.
-        max_drop: In points of precision; see `rlsprune.shrink`.
-        target: The share of the parameters to end at.
-        ratio: The share of the channels that goes in a round.
-        recovery_epochs: At most, after each round.
-        lr: η of the RLS that recovers.
-        spread: Take from each layer what costs the held-out loss least, not the ratio from all.
+        settings: How.
         on_point: Told about each network on the way.
         on_progress: As of `rlsprune.shrink`.
 
@@ -73,14 +78,15 @@ def shrink_run(
     points: list[Point] = []
 
     def note(point: FrontPoint, network: nn.Module) -> None:
-        points.append({**asdict(point), "precision": evaluate(network, test, recipe.loss).precision})
+        points.append({**asdict(point), "precision": None})
+        points[-1]["precision"] = evaluate(network, test, recipe.loss).precision  # Ctrl-C may come before it is there
         on_point(points[-1])
 
     def written(finished: bool) -> Mapping[str, Any]:
         chosen = [point["params"] for point in points].index(parameter_count(model))
         result = {
             "run": dict(recipe.title),
-            "settings": settings,
+            "settings": asdict(settings),
             "finished": finished,
             "chosen": chosen,
             "front": points,
@@ -90,27 +96,19 @@ def shrink_run(
         RunFolder(out).write_json("pareto", result)
         return result
 
-    settings = {
-        "max_drop": max_drop,
-        "target": target,
-        "ratio": ratio,
-        "recovery_epochs": recovery_epochs,
-        "lr": lr,
-        "spread": spread,
-    }
     torch.manual_seed(config.seed)
     try:
         shrink(
             model,
             recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
-            target=None if target is None else {"params": target},
-            max_drop=max_drop,
+            target=None if settings.target is None else {"params": settings.target},
+            max_drop=settings.max_drop,
             valid=recipe.evaluation_batches(data.valid),
             loss=recipe.loss,
-            optimizer=lambda network: RLS(network, lr=lr),
-            ratio=ratio,
-            recovery_epochs=recovery_epochs,
-            spread=spread,
+            optimizer=lambda network: RLS(network, lr=settings.lr),
+            ratio=settings.ratio,
+            recovery_epochs=settings.recovery_epochs,
+            spread=settings.spread,
             on_point=note,
             on_progress=on_progress,
         )
