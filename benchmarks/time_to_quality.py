@@ -4,7 +4,8 @@
 at most 16.4 % of the weights (Table 1 of the paper), and prints the time as a ratio to that of the unpruned network
 trained by momentum SGD for its whole schedule. Each method is given schedules of several lengths, shortest first, and
 the first one that gets there counts; what the others took does not. `rls` stops at that share of the weights, and the
-rivals' ratios are set to where they leave it.
+rivals' ratios are set to where they leave it. `scratch` is told the shape with which `rls` got there, and
+trained alike: what it took to find that shape is not in its time.
 
 Time is the processor's, for training, pruning and the gate's loss; evaluation on the test images is not counted.
 """
@@ -12,10 +13,11 @@ Time is the processor's, for training, pruning and the gate's loss; evaluation o
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from rlsprune.train.observer import Observer
 from rlsprune.train.run import Run
 
 EPOCHS = (5, 10, 20, 40)
-METHODS = ("rls", "rls-paper", "l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph")
+METHODS = ("rls", "scratch", "rls-paper", "l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph")
 
 
 @dataclass(frozen=True)
@@ -92,20 +94,42 @@ class Aim:
         return enough
 
 
-def train(config: RunConfig, aim: Aim | None) -> Result:
-    """Trains until the aim is reached, or to the end if there is none."""
-    recipe = make_recipe(config, load_data(config))
-    with tempfile.TemporaryDirectory() as folder:
-        run = TimedRun(recipe, RunFolder(Path(folder)))
-        start = time.process_time()
-        reached = None
-        while run.done < config.epochs and reached is None:
-            run.epoch(Observer())
-            last = run.record.metrics[-1]
-            if aim is not None and aim.reached(last):
-                reached = run.done
-        seconds = time.process_time() - start - run.untimed
+def train(config: RunConfig, aim: Aim | None, path: Path) -> Result:
+    """Trains until the aim is reached, or to the end if there is none; leaves the network in that folder."""
+    run = TimedRun(make_recipe(config, load_data(config)), RunFolder(path))
+    start = time.process_time()
+    reached = None
+    while run.done < config.epochs and reached is None:
+        run.epoch(Observer())
+        last = run.record.metrics[-1]
+        if aim is not None and aim.reached(last):
+            reached = run.done
+    seconds = time.process_time() - start - run.untimed
+    run.folder.save_model(run.result, {})
     return Result(seconds, reached, last["precision"], last["weights_percent"])
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Prints the table, a row when it is known; the networks go to the folder."""
+    shared = {"seed": options.seed, "data_dir": options.data_dir, "threads": 1}
+    config = make_config("mnist-fnn", "none", optimizer="sgd", epochs=options.reference_epochs, **shared)
+    unpruned, aim = train(config, None, folder / "unpruned"), Aim(options.weights, options.precision)
+    print("| method | epochs | reached after | precision % | weights % | time |\n|---|---:|---:|---:|---:|---:|")
+    print(f"| unpruned, SGD | {config.epochs} | - | {unpruned.precision:.2f} | 100 | 1 |", flush=True)
+    for method in options.methods.split(","):
+        for epochs in map(int, options.epochs.split(",")):
+            own = {"epochs": epochs, "warmup_epochs": epochs // 7, **aim.settings(method)}
+            config = make_config("mnist-fnn", method, **own, **shared)
+            if method == "scratch":
+                config = replace(config, shape_from=str(folder / "rls"))
+            shutil.rmtree(folder / method, ignore_errors=True)
+            result = train(config, aim, folder / method)
+            if result.epoch is not None:
+                break
+        ratio = f"{result.seconds / unpruned.seconds:.2f}" if result.epoch else "-"
+        reached = f"epoch {result.epoch}" if result.epoch else "never"
+        row = (method, str(epochs), reached, f"{result.precision:.2f}", f"{result.weights:.1f}", ratio)
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 def main() -> None:
@@ -120,22 +144,11 @@ def main() -> None:
     parser.add_argument("--data-dir")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    shared = {"seed": options.seed, "data_dir": options.data_dir, "threads": 1}
-    config = make_config("mnist-fnn", "none", optimizer="sgd", epochs=options.reference_epochs, **shared)
-    unpruned, aim = train(config, None), Aim(options.weights, options.precision)
-    print("| method | epochs | reached after | precision % | weights % | time |\n|---|---:|---:|---:|---:|---:|")
-    print(f"| unpruned, SGD | {config.epochs} | - | {unpruned.precision:.2f} | 100 | 1 |", flush=True)
-    for method in options.methods.split(","):
-        for epochs in map(int, options.epochs.split(",")):
-            own = {"epochs": epochs, "warmup_epochs": epochs // 7, **aim.settings(method)}
-            config = make_config("mnist-fnn", method, **own, **shared)
-            result = train(config, aim)
-            if result.epoch is not None:
-                break
-        ratio = f"{result.seconds / unpruned.seconds:.2f}" if result.epoch else "-"
-        reached = f"epoch {result.epoch}" if result.epoch else "never"
-        row = (method, str(epochs), reached, f"{result.precision:.2f}", f"{result.weights:.1f}", ratio)
-        print("| " + " | ".join(row) + " |", flush=True)
+    methods = options.methods.split(",")
+    if "scratch" in methods and "rls" not in methods[: methods.index("scratch")]:
+        parser.error("scratch takes its shape from rls: name rls before it in --methods")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(folder))
 
 
 if __name__ == "__main__":

@@ -172,6 +172,25 @@ def test_removing_what_is_already_dead_leaves_the_trajectory_as_it_was(inverse: 
     assert trajectories[0][-1] < trajectories[0][0]
 
 
+def test_a_reset_p_is_that_of_a_new_optimizer_and_only_of_layers_that_lose_inputs() -> None:
+    model = fnn().double()
+    optimizer = rlsprune.RLS(model, lr=0.3, momentum=0.0)
+    pruner = make_pruner(model, optimizer, ratio={"0": 0.5}, inverse="reset")
+    train(model, optimizer, (20,), 4)
+    kept = {name: optimizer.inverse(name).clone() for name in ("0", "4")}
+    pruner.preview()
+    assert optimizer.inverse("2").shape == (len(model[2].weight[0]) + 1,) * 2
+    assert pruner.prune().removed.keys() == {"0"}
+    for name, P in kept.items():
+        assert torch.equal(optimizer.inverse(name), P)
+    fresh = copy.deepcopy(model)
+    train(fresh, rlsprune.RLS(fresh, lr=0.3, momentum=0.0), (20,), 1)
+    before = copy.deepcopy(model)
+    train(model, optimizer, (20,), 1)
+    torch.testing.assert_close(model[2].weight, fresh[2].weight, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(model[0].weight - before[0].weight, fresh[0].weight - before[0].weight, rtol=1e-3)
+
+
 def test_an_error_half_way_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(fnn)
     pruner = make_pruner(model, optimizer)

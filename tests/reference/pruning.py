@@ -156,6 +156,11 @@ def schur_inverse(P: Tensor, kept: list[int]) -> Tensor:
     return torch.linalg.inv(A[kept][:, kept])
 
 
+def initial_inverse(P: Tensor, kept: list[int]) -> Tensor:
+    """P as before the first step, p0 = 1."""
+    return torch.eye(len(kept), dtype=P.dtype)
+
+
 def refit(W: Tensor, P: Tensor, kept: list[int]) -> Tensor:
     """The weights on the kept rows that give the layer's old output best, in the least-squares sense.
 
@@ -176,7 +181,7 @@ def remove(
     position: int,
     doomed: Sequence[int],
     *,
-    inverse: Literal["slice", "schur"] = "slice",
+    inverse: Literal["slice", "schur", "reset"] = "slice",
     compensate: bool = False,
     statistics: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -213,7 +218,8 @@ def remove(
         state.biases[name] = new_W[-1].clone()
     if name in state.velocities:
         state.velocities[name] = state.velocities[name].flatten(1)[:, kept].reshape(shape).clone()
-    state.P[name] = (schur_inverse if inverse == "schur" else sliced_inverse)(state.P[name], kept_and_bias)
+    inverses = {"slice": sliced_inverse, "schur": schur_inverse, "reset": initial_inverse}
+    state.P[name] = inverses[inverse](state.P[name], kept_and_bias)
 
     if position == 0:
         before = state.kept_inputs if state.kept_inputs is not None else list(range(len(units)))
@@ -237,7 +243,7 @@ def prune(
     input_ratio: float | None = None,
     criterion: Criterion = "rls",
     min_channels: int = 1,
-    inverse: Literal["slice", "schur"] = "slice",
+    inverse: Literal["slice", "schur", "reset"] = "slice",
     compensate: bool = False,
     statistics: Mapping[str, Tensor] | None = None,
 ) -> dict[str, list[int]]:

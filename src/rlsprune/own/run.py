@@ -121,7 +121,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
 
     def build_optimizer(model: nn.Module) -> Optimizer:
         if config.optimizer == "rls":
-            return RLS(model, lr=lr, fallback_lr=min(0.1, lr))
+            return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=config.training.mean_scale)
         if config.optimizer == "sgd":
             return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
         return AdamW(model.parameters(), lr=lr)

@@ -85,7 +85,9 @@ class Pruner:
                 nodes behind a flatten is chosen), or a callable from a `rlsprune.Group` to score vectors, low
                 goes first.
             compensate: Refit the layers that read what goes.
-            inverse: What happens to the optimizer's P: ``"schur"`` or ``"slice"``.
+            inverse: What happens to the optimizer's P of layers that lose inputs: ``"schur"`` (it becomes that of the
+                inputs that stay), ``"slice"`` (it loses their rows and columns, as in the paper) or ``"reset"`` (it
+                starts again at p0·I, so that the layer learns as fast as at first).
             statistics: Which P scores and refits: ``"exact"`` (of the inputs themselves, sampled while training) or
                 ``"training"`` (the optimizer's own, RLS only).
             ignore: Names of layers that keep all their channels.

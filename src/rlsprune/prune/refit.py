@@ -92,6 +92,7 @@ def cut_inverses(
         optimizer: Any optimizer; those without P are left alone.
         cuts: The plan.
         how: ``"schur"``: the inverse autocorrelation of the inputs that stay. ``"slice"``: their rows and columns of P.
+            ``"reset"``: none, so that the optimizer's next step begins with p0·I.
         removals: By layer, what is known already of this very P when these inputs go.
     """
     done: set[int] = set()
@@ -105,7 +106,10 @@ def cut_inverses(
             continue
         done.add(id(weight))
         state = optimizer.state[weight]
-        if is_depthwise(layer):
+        if how == "reset":
+            if is_depthwise(layer) or 1 in dims:
+                del state[INVERSE]
+        elif is_depthwise(layer):
             keep = dims[0].to(weight.device)
             state[INVERSE] = [P[keep] for P in state[INVERSE]]
         elif how == "schur" and path in removals and len(state[INVERSE]) == 1:

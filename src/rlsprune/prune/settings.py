@@ -16,6 +16,8 @@ from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import NAMES, Criterion
 
 TARGETS = ("params", "flops", "latency")
+INVERSES = ("schur", "slice", "reset")
+"""What may happen to the optimizer's P."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Settings:
         check_argument("input_ratio", given, valid, "None or in [0, 1)")
         known = callable(self.criterion) or self.criterion in NAMES
         check_argument("criterion", self.criterion, known, f"one of {', '.join(NAMES)}, or a callable")
-        check_argument("inverse", self.inverse, self.inverse in ("schur", "slice"), "'schur' or 'slice'")
+        check_argument("inverse", self.inverse, self.inverse in INVERSES, f"one of {', '.join(INVERSES)}")
         check_argument("statistics", self.statistics, self.statistics in ("exact", "training"), "'exact' or 'training'")
         for option in ("min_channels", "round_to"):
             count = getattr(self, option)

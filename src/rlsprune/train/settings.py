@@ -73,13 +73,16 @@ OURS = PruningSettings(
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How the network is trained, beyond the optimizer's own settings. As it stands: the paper's way."""
+    """How the network is trained, beyond the optimizer's rate. As it stands: the paper's way."""
 
     lr_decay: float = 0.0
     """The last share of the epochs, in which the learning rate falls linearly to zero, batch by batch."""
     average: float = 0.0
     """What is evaluated and kept is a moving average of the weights that reaches so many epochs back; 0: no average."""
+    mean_scale: float = 0.1
+    """k of RLS: the less, the longer its steps stay large."""
 
     def __post_init__(self) -> None:
         check_argument("lr_decay", self.lr_decay, 0 <= self.lr_decay < 1, "in [0, 1)")
         check_option("average", self.average, 0 <= self.average < math.inf, "a number of epochs, at least 0")
+        check_argument("mean_scale", self.mean_scale, 0 < self.mean_scale < math.inf, "a number > 0")
