@@ -116,7 +116,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     unpruned, aim = train(config, None, folder / "unpruned"), Aim(options.weights, options.precision)
     print("| method | epochs | reached after | precision % | weights % | time |\n|---|---:|---:|---:|---:|---:|")
     print(f"| unpruned, SGD | {config.epochs} | - | {unpruned.precision:.2f} | 100 | 1 |", flush=True)
+    got_there: set[str] = set()
     for method in options.methods.split(","):
+        if method == "scratch" and "rls" not in got_there:
+            print("| scratch | - | no shape | - | - | - |", flush=True)
+            continue
         for epochs in map(int, options.epochs.split(",")):
             own = {"epochs": epochs, "warmup_epochs": epochs // 7, **aim.settings(method)}
             config = make_config("mnist-fnn", method, **own, **shared)
@@ -125,6 +129,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             shutil.rmtree(folder / method, ignore_errors=True)
             result = train(config, aim, folder / method)
             if result.epoch is not None:
+                got_there.add(method)
                 break
         ratio = f"{result.seconds / unpruned.seconds:.2f}" if result.epoch else "-"
         reached = f"epoch {result.epoch}" if result.epoch else "never"

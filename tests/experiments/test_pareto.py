@@ -12,6 +12,7 @@ from rlsprune.cli import main
 from rlsprune.experiments.config import make_config
 from rlsprune.experiments.pareto import FrontSettings, shrink_run
 from rlsprune.experiments.run import load_data, make_recipe, run
+from rlsprune.profile import parameter_count
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import Evaluation, evaluate
 
@@ -42,6 +43,22 @@ def test_front_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     small = io.load(out / "model.safetensors", into=recipe.build_model())
     assert evaluate(small, recipe.evaluation_batches(data.test), recipe.loss).precision == front[-1]["precision"]
 
+    assert main(command) == 2
+    assert "holds a front already" in capsys.readouterr().err
+    assert json.loads((out / "pareto.json").read_text()) == result
+
+
+def test_the_last_point_within_the_drop_is_kept(tmp_path: Path) -> None:
+    source, out = RunFolder(tmp_path / "run"), tmp_path / "pareto"
+    config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
+    run(config, source)
+    settings = FrontSettings(max_drop=2.0, target=None, ratio=0.4, recovery_epochs=0, lr=0.1, spread=False)
+    result = shrink_run(config, source, out, settings)
+    assert [point["within"] for point in result["front"]] == [True] * (len(result["front"]) - 1) + [False]
+    assert result["chosen"] == len(result["front"]) - 2
+    small = io.load(out / "model.safetensors", into=make_recipe(config, load_data(config)).build_model())
+    assert parameter_count(small) == result["front"][result["chosen"]]["params"]
+
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, FloatingPointError])
 def test_what_there_is_is_kept_when_it_is_stopped(tmp_path: Path, stop: type[BaseException]) -> None:
@@ -68,7 +85,7 @@ def test_what_there_is_is_kept_when_it_is_stopped(tmp_path: Path, stop: type[Bas
     assert {"scoring", "round 1, pruning", "round 2, recovery epoch 1 of 1"} < set(rounds)
 
 
-def test_it_may_be_stopped_while_the_test_images_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_point_that_was_not_looked_at_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = RunFolder(tmp_path / "run"), tmp_path / "pareto"
     config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
     run(config, source)
@@ -84,5 +101,5 @@ def test_it_may_be_stopped_while_the_test_images_are_looked_at(tmp_path: Path, m
     with pytest.raises(KeyboardInterrupt):
         shrink_run(config, source, out, settings)
     result = json.loads((out / "pareto.json").read_text())
-    assert [point["precision"] is None for point in result["front"]] == [False, True]
-    assert result["chosen"] == 1
+    assert (result["finished"], result["chosen"], len(result["front"])) == (False, 0, 1)
+    assert (out / "model.safetensors").stat().st_size > 0.9 * source.model.stat().st_size

@@ -51,6 +51,33 @@ def test_a_weight_that_two_layers_read_with_is_cut_and_refitted_once(statistics:
     steps(model, optimizer)
 
 
+class TwiceNamed(nn.Module):
+    """One layer under two names, called under both, and one that a list holds too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.d = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 2)
+        self.c, self.all = self.b, nn.ModuleList([self.a, self.d])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x).relu()).relu()).relu())
+
+
+def test_a_layer_with_two_names_is_left_intact_and_pruned_once() -> None:
+    model = TwiceNamed()
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(2, 6), criterion="l1", compensate=False, ratio=0.5)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    assert pruner.prune() is not None
+    assert model.c is model.b
+    assert model.b.weight.shape == (5, 5)
+    assert model(torch.rand(3, 6)).shape == (3, 2)
+
+
 def test_compensation_of_a_tied_weight_keeps_the_output() -> None:
     model = TiedReaders()
     with torch.no_grad():

@@ -69,7 +69,7 @@ def pareto(
 
             result = shrink_run(config, source, folder, settings, on_point=show, on_progress=progress)
     except (KeyboardInterrupt, FloatingPointError):
-        if full:
+        if (folder / "pareto.json").exists():
             typer.echo(f"Stopped. What there is so far is in {folder}", err=True)
         raise
     chosen = result["front"][result["chosen"]]

@@ -15,7 +15,6 @@ from rlsprune.experiments.config import RunConfig
 from rlsprune.experiments.figures import draw_front
 from rlsprune.experiments.run import load_data, make_recipe
 from rlsprune.optim.rls import RLS
-from rlsprune.profile import parameter_count
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import evaluate
 from rlsprune.train.shrink import FrontPoint, Progress, shrink
@@ -49,7 +48,7 @@ def shrink_run(
     on_point: Callable[[Point], object] = lambda point: None,
     on_progress: Progress | None = None,
 ) -> Mapping[str, Any]:
-    """Shrinks a run's network, and writes the front, its picture and the chosen network.
+    """Shrinks a run's network, and writes the front, its picture and the chosen network, anew with each point.
 
     Every choice is made on images held out of the training split; those of the test split are only looked at.
 
@@ -65,8 +64,11 @@ def shrink_run(
         What stands in pareto.json.
 
     Raises:
-        FloatingPointError: Recovery diverged. What there was before, as after Ctrl-C, is written.
+        ValueError: The folder holds a front already.
+        FloatingPointError: Recovery diverged.
     """
+    if (out / "pareto.json").exists():
+        raise ValueError(f"{out} holds a front already: give another --out, or delete that folder")
     out.mkdir(parents=True, exist_ok=True)
     config = replace(config, gate="valid")
     data = load_data(config)
@@ -78,12 +80,14 @@ def shrink_run(
     points: list[Point] = []
 
     def note(point: FrontPoint, network: nn.Module) -> None:
-        points.append({**asdict(point), "precision": None})
-        points[-1]["precision"] = evaluate(network, test, recipe.loss).precision  # Ctrl-C may come before it is there
+        points.append({**asdict(point), "precision": evaluate(network, test, recipe.loss).precision})
+        if point.within:
+            io.save(network, out / "model.safetensors", metadata={"config": config.to_dict()})
+        written(finished=False)
         on_point(points[-1])
 
     def written(finished: bool) -> Mapping[str, Any]:
-        chosen = [point["params"] for point in points].index(parameter_count(model))
+        chosen = max(number for number, point in enumerate(points) if point["within"])
         result = {
             "run": dict(recipe.title),
             "settings": asdict(settings),
@@ -91,29 +95,24 @@ def shrink_run(
             "chosen": chosen,
             "front": points,
         }
-        io.save(model, out / "model.safetensors", metadata={"config": config.to_dict()})
-        draw_front(points, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
+        if len(points) > 1:
+            draw_front(points, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
         RunFolder(out).write_json("pareto", result)
         return result
 
     torch.manual_seed(config.seed)
-    try:
-        shrink(
-            model,
-            recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
-            target=None if settings.target is None else {"params": settings.target},
-            max_drop=settings.max_drop,
-            valid=recipe.evaluation_batches(data.valid),
-            loss=recipe.loss,
-            optimizer=lambda network: RLS(network, lr=settings.lr),
-            ratio=settings.ratio,
-            recovery_epochs=settings.recovery_epochs,
-            spread=settings.spread,
-            on_point=note,
-            on_progress=on_progress,
-        )
-    except (KeyboardInterrupt, FloatingPointError):
-        if points:
-            written(finished=False)
-        raise
+    shrink(
+        model,
+        recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
+        target=None if settings.target is None else {"params": settings.target},
+        max_drop=settings.max_drop,
+        valid=recipe.evaluation_batches(data.valid),
+        loss=recipe.loss,
+        optimizer=lambda network: RLS(network, lr=settings.lr),
+        ratio=settings.ratio,
+        recovery_epochs=settings.recovery_epochs,
+        spread=settings.spread,
+        on_point=note,
+        on_progress=on_progress,
+    )
     return written(finished=True)

@@ -61,6 +61,13 @@ class _Trial:
         self.call = call
         self.layers = {module: name for name, module in model.named_modules() if not list(module.children())}
         self.canonical = {id(tensor): name for name, tensor in _named_tensors(model, duplicates=False)}
+        self.places = {
+            f"{path}.{own}".lstrip("."): self.canonical[id(tensor)]
+            for path, module in model.named_modules()
+            for own, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        """Where a module keeps a tensor, once for each module: its canonical name."""
         metal = any(tensor.device.type == "mps" for _, tensor in _named_tensors(model, duplicates=False))
         # Some networks insist on single precision somewhere in their forward; some overflow with random weights.
         self.usable = any(
@@ -146,7 +153,10 @@ class _Trial:
         torch.manual_seed(_SEED)
         try:
             with torch.no_grad():
-                output = functional_call(self.model, {**self.state, **state}, args, kwargs)
+                used = self.state | state
+                used = {place: used[name] for place, name in self.places.items() if name in used}
+                # Ties are in the places already: functional_call's own would not put back a module with two names.
+                output = functional_call(self.model, used, args, kwargs, tie_weights=False)
         finally:
             for handle in handles:
                 handle.remove()

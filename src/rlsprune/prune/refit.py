@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from rlsprune._tensors import complement, memory_format, sub_matrix
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
+from rlsprune.optim.functional import initial_inverse
 from rlsprune.optim.inverse import DenseInverse, Inverse, Removal
 from rlsprune.optim.layers import is_layer
 from rlsprune.optim.rows import input_rows, split_matrix, weight_matrix
@@ -92,7 +93,7 @@ def cut_inverses(
         optimizer: Any optimizer; those without P are left alone.
         cuts: The plan.
         how: ``"schur"``: the inverse autocorrelation of the inputs that stay. ``"slice"``: their rows and columns of P.
-            ``"reset"``: none, so that the optimizer's next step begins with p0·I.
+            ``"reset"``: p0·I, as before the first step.
         removals: By layer, what is known already of this very P when these inputs go.
     """
     done: set[int] = set()
@@ -106,10 +107,7 @@ def cut_inverses(
             continue
         done.add(id(weight))
         state = optimizer.state[weight]
-        if how == "reset":
-            if is_depthwise(layer) or 1 in dims:
-                del state[INVERSE]
-        elif is_depthwise(layer):
+        if is_depthwise(layer):
             keep = dims[0].to(weight.device)
             state[INVERSE] = [P[keep] for P in state[INVERSE]]
         elif how == "schur" and path in removals and len(state[INVERSE]) == 1:
@@ -120,6 +118,11 @@ def cut_inverses(
             gone = complement(weight.shape[1], dims[1])
             rows = (gone[:, None] * taps + torch.arange(taps)).flatten()
             state[INVERSE] = _without(state[INVERSE], rows, how)
+        else:
+            continue
+        if how == "reset":
+            p0 = next(group["p0"] for group in optimizer.param_groups if any(p is weight for p in group["params"]))
+            state[INVERSE] = [initial_inverse(P[..., 0], p0) for P in state[INVERSE]]
 
 
 def _without(blocks: list[Tensor], rows: Tensor, how: str) -> list[Tensor]:
@@ -135,7 +138,7 @@ def _without(blocks: list[Tensor], rows: Tensor, how: str) -> list[Tensor]:
 
 
 def _shrunk(P: Tensor, gone: Tensor, how: str) -> Tensor:
-    if how == "slice":
+    if how != "schur":
         return sub_matrix(P, complement(len(P), gone))
     return DenseInverse(P).without(gone).left().P
 

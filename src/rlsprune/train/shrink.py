@@ -54,6 +54,8 @@ class FrontPoint:
     """Of recovery, since the beginning."""
     seconds: float
     """Since the beginning, without the time it took to score."""
+    within: bool
+    """Whether its score is within the allowed drop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +207,7 @@ def shrink(
                 if front.recovered:
                     return
 
-        while front.within and not pruner.target_reached:
+        while front.points[-1].within and not pruner.target_reached:
             name = f"round {len(front.points)}"
             tell(f"{name}, pruning", 0, None)
             pruner.calibrate(itertools.islice(batches, _CALIBRATION_BATCHES))
@@ -266,8 +268,10 @@ class _Front:
         """The network as it is now is a point of the front."""
         params, flops = count(self._model, self._example)
         seconds = time.perf_counter() - self._started
-        self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds))
-        if self.within:
+        first = self.points[0].score if self.points else self._score
+        within = self._max_drop is None or self._score >= first - self._max_drop
+        self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within))
+        if within:
             self.chosen = self.points[-1]
             self._best = Snapshot(self._model, self._optimizer, copy=True)
         if self._on_point is not None:
@@ -281,11 +285,6 @@ class _Front:
     def recovered(self) -> bool:
         """Whether the score is back where it was at the beginning."""
         return self._score >= self.points[0].score
-
-    @property
-    def within(self) -> bool:
-        """Whether the last point is within the allowed drop."""
-        return self._max_drop is None or self.points[-1].score >= self.points[0].score - self._max_drop
 
     def _timed_score(self) -> float:
         """The score, taken out of the time that counts."""
