@@ -105,9 +105,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     options = parser.parse_args()
 
+    head, *others = options.variants
+    as_first = config_of(head, options, 0)
     first = None
     print(f"| {options.experiment} | precision % | loss | weights % | time |\n|---|---:|---:|---:|---:|")
-    for variant in options.variants:
+    for variant in [head, *(other for other in others if config_of(other, options, 0) != as_first)]:
         summaries = [summary_of(variant, options, seed) for seed in map(int, options.seeds.split(","))]
         means = {name: statistics.fmean(s[name] for s in summaries) for name in ("loss", "weights_percent", "seconds")}
         first = first or means["seconds"]

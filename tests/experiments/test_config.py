@@ -216,6 +216,21 @@ def test_small_networks_train_for_longer(tmp_path: Path) -> None:
     assert make_config("svhn-vgg", epochs=3).epochs == 3
 
 
+def test_ours_prunes_earlier_on_mnist_and_keeps_its_steps_large(tmp_path: Path) -> None:
+    runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path)}
+    lengths = {label: (config.epochs, config.warmup_epochs) for label, config in runs.items()}
+    assert {label for label, length in lengths.items() if length == (28, 1)} == {"rls", "scratch"}
+    assert {length for label, length in lengths.items() if label not in ("rls", "scratch")} == {(20, 3)}
+    scales = {
+        label: build_optimizer(config, build_model(config)).param_groups[0]["mean_scale"]
+        for label, config in runs.items()
+        if config.optimizer == "rls"
+    }
+    assert {label for label, k in scales.items() if k == 0.01} == {"rls", "scratch", "rls-unpruned"}
+    assert {label for label, k in scales.items() if k == 0.1} == {"rls-paper", "none-rls"}
+    assert make_config("mnist-fnn", warmup_epochs=5).warmup_epochs == 5
+
+
 @pytest.mark.parametrize(("epochs", "patience"), [(10, 3), (39, 3), (40, 4), (200, 20)])
 def test_a_long_run_waits_longer_for_a_network_to_recover(epochs: int, patience: int) -> None:
     """On MNIST three epochs of 200 were not enough: the loss was still falling when the prune was undone."""

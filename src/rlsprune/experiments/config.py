@@ -166,11 +166,11 @@ def make_config(
         ours = replace(ours, **own)
     if ours is not None and gate is not None:
         ours = replace(ours, gate=gate, spread=ours.spread if gate == "valid" else bool(spread))
-    like_rls = like_rls or method in ("rls", "scratch")
+    small = method in ("rls", "scratch")
+    like_rls = like_rls or small
     augmented = like_rls or chosen.augment if augment is None else augment
-    small = chosen.small_epochs if method in ("rls", "scratch") else None
-    epochs = values.pop("epochs", small or chosen.epochs)
-    warmup = values.pop("warmup_epochs", chosen.warmup_epochs)
+    epochs, warmup = chosen.length(small)
+    epochs, warmup = values.pop("epochs", epochs), values.pop("warmup_epochs", warmup)
     prune_epoch = values.pop("prune_epoch", warmup + 1)
     return RunConfig(
         **{
