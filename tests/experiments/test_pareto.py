@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +17,56 @@ from rlsprune.profile import parameter_count
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.loop import Evaluation, evaluate
 
-SETTINGS = {"epochs": 4, "train_images": 600, "test_images": 100, "threads": 1}
+CONFIG = make_config("digits-fnn", "none", optimizer="sgd", epochs=4, train_images=600, test_images=100, threads=1)
+SETTINGS = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, spread=False)
 
 
-def test_front_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = RunFolder(tmp_path / "run")
-    config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
-    command = ["pareto", str(source.path), "--target", "0.3", "--ratio", "0.4", "--recovery-epochs", "1"]
-    command.append("--no-spread")
-    assert main(command) == 2
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run."""
+    folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
+    run(CONFIG, folder)
+    return folder
+
+
+def small_network(out: Path) -> tuple[int, float]:
+    """Parameters and test precision of what was written."""
+    data = load_data(CONFIG)
+    recipe = make_recipe(CONFIG, data)
+    network = io.load(out / "model.safetensors", into=recipe.build_model())
+    return parameter_count(network), evaluate(network, recipe.evaluation_batches(data.test), recipe.loss).precision
+
+
+def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pareto"
+    options = ["--target", "0.3", "--ratio", "0.4", "--recovery-epochs", "1", "--no-spread", "--out", str(out)]
+    assert main(["pareto", str(tmp_path / "none"), *options]) == 2
     assert "holds no finished run" in capsys.readouterr().err
 
-    run(config, source)
-    assert main(command) == 0
+    assert main(["pareto", str(source.path), *options]) == 0
     assert "Chosen:" in capsys.readouterr().out
-    out = source.path / "pareto"
     result = json.loads((out / "pareto.json").read_text())
     front = result["front"]
     assert result["settings"]["spread"] is False
     assert front[-1]["params"] <= 0.3 * front[0]["params"]
     assert front[0]["precision"] == source.read_json("summary")["final_precision"]
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert small_network(out) == (front[-1]["params"], front[-1]["precision"])
 
-    data = load_data(config)
-    recipe = make_recipe(config, data)
-    small = io.load(out / "model.safetensors", into=recipe.build_model())
-    assert evaluate(small, recipe.evaluation_batches(data.test), recipe.loss).precision == front[-1]["precision"]
-
-    assert main(command) == 2
+    assert main(["pareto", str(source.path), *options]) == 2
     assert "holds a front already" in capsys.readouterr().err
     assert json.loads((out / "pareto.json").read_text()) == result
 
 
-def test_the_last_point_within_the_drop_is_kept(tmp_path: Path) -> None:
-    source, out = RunFolder(tmp_path / "run"), tmp_path / "pareto"
-    config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
-    run(config, source)
-    settings = FrontSettings(max_drop=2.0, target=None, ratio=0.4, recovery_epochs=0, lr=0.1, spread=False)
-    result = shrink_run(config, source, out, settings)
+def test_the_last_point_within_the_drop_is_kept(source: RunFolder, tmp_path: Path) -> None:
+    result = shrink_run(CONFIG, source, tmp_path, replace(SETTINGS, max_drop=2.0, target=None, recovery_epochs=0))
     assert [point["within"] for point in result["front"]] == [True] * (len(result["front"]) - 1) + [False]
     assert result["chosen"] == len(result["front"]) - 2
-    small = io.load(out / "model.safetensors", into=make_recipe(config, load_data(config)).build_model())
-    assert parameter_count(small) == result["front"][result["chosen"]]["params"]
+    assert small_network(tmp_path)[0] == result["front"][-2]["params"]
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, FloatingPointError])
-def test_what_there_is_is_kept_when_it_is_stopped(tmp_path: Path, stop: type[BaseException]) -> None:
-    source, out = RunFolder(tmp_path / "run"), tmp_path / "pareto"
-    config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
-    run(config, source)
+def test_what_there_is_is_kept_when_it_is_stopped(source: RunFolder, tmp_path: Path, stop: type[BaseException]) -> None:
     rounds: list[str] = []
 
     def progress(stage: str, done: int, total: int | None) -> None:
@@ -72,23 +74,18 @@ def test_what_there_is_is_kept_when_it_is_stopped(tmp_path: Path, stop: type[Bas
         if stage.startswith("round 3, recovery"):
             raise stop("stopped")
 
-    settings = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, spread=False)
     with pytest.raises(stop):
-        shrink_run(config, source, out, settings, on_progress=progress)
-    result = json.loads((out / "pareto.json").read_text())
+        shrink_run(CONFIG, source, tmp_path, SETTINGS, on_progress=progress)
+    result = json.loads((tmp_path / "pareto.json").read_text())
     assert (result["finished"], result["chosen"], len(result["front"])) == (False, 2, 3)
-    data = load_data(config)
-    recipe = make_recipe(config, data)
-    small = io.load(out / "model.safetensors", into=recipe.build_model())
-    precision = evaluate(small, recipe.evaluation_batches(data.test), recipe.loss).precision
-    assert precision == result["front"][2]["precision"], "the network of the last round that was finished"
+    last = result["front"][2]
+    assert small_network(tmp_path) == (last["params"], last["precision"])
     assert {"scoring", "round 1, pruning", "round 2, recovery epoch 1 of 1"} < set(rounds)
 
 
-def test_a_point_that_was_not_looked_at_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = RunFolder(tmp_path / "run"), tmp_path / "pareto"
-    config = make_config("digits-fnn", "none", optimizer="sgd", **SETTINGS)
-    run(config, source)
+def test_a_point_that_was_not_looked_at_is_not_there(
+    source: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = itertools.count(1)
 
     def interrupted(*arguments: Any) -> Evaluation:
@@ -97,9 +94,8 @@ def test_a_point_that_was_not_looked_at_is_not_there(tmp_path: Path, monkeypatch
         return evaluate(*arguments)
 
     monkeypatch.setattr("rlsprune.experiments.pareto.evaluate", interrupted)
-    settings = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, spread=False)
     with pytest.raises(KeyboardInterrupt):
-        shrink_run(config, source, out, settings)
-    result = json.loads((out / "pareto.json").read_text())
+        shrink_run(CONFIG, source, tmp_path, SETTINGS)
+    result = json.loads((tmp_path / "pareto.json").read_text())
     assert (result["finished"], result["chosen"], len(result["front"])) == (False, 0, 1)
-    assert (out / "model.safetensors").stat().st_size > 0.9 * source.model.stat().st_size
+    assert small_network(tmp_path)[0] == result["front"][0]["params"]

@@ -43,8 +43,7 @@ class Preset:
 
     def length(self, small: bool) -> tuple[int, int]:
         """Epochs and q: those of `rls` and `scratch`, or of the others."""
-        own = (self.small_epochs, self.small_warmup_epochs) if small else (None, None)
-        epochs, warmup = own
+        epochs, warmup = (self.small_epochs, self.small_warmup_epochs) if small else (None, None)
         return self.epochs if epochs is None else epochs, self.warmup_epochs if warmup is None else warmup
 
 
