@@ -53,7 +53,7 @@ class FrontPoint:
     epochs: int
     """Of recovery, since the beginning."""
     seconds: float
-    """Since the beginning, without the time it took to score."""
+    """Since the beginning, without the time it took to score and to tell `on_point`."""
     within: bool
     """Whether its score is within the allowed drop."""
 
@@ -257,12 +257,12 @@ class _Front:
 
     def pruned(self) -> None:
         """An event has just happened."""
-        self._score = self._score_pruned = self._timed_score()
+        self._score = self._score_pruned = self._scored()
 
     def trained(self) -> None:
         """So has an epoch of recovery."""
         self.epochs += 1
-        self._score = self._timed_score()
+        self._score = self._scored()
 
     def add(self) -> None:
         """The network as it is now is a point of the front."""
@@ -275,7 +275,8 @@ class _Front:
             self.chosen = self.points[-1]
             self._best = Snapshot(self._model, self._optimizer, copy=True)
         if self._on_point is not None:
-            self._on_point(self.points[-1], self._model)
+            with self._untimed():
+                self._on_point(self.points[-1], self._model)
 
     def restore(self) -> None:
         """Whatever happened: the smallest network that was good enough."""
@@ -286,9 +287,15 @@ class _Front:
         """Whether the score is back where it was at the beginning."""
         return self._score >= self.points[0].score
 
-    def _timed_score(self) -> float:
-        """The score, taken out of the time that counts."""
+    def _scored(self) -> float:
+        with self._untimed():
+            return float(self._score_of(self._model))
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """What happens inside is taken out of the time that counts."""
         before = time.perf_counter()
-        score = float(self._score_of(self._model))
-        self._started += time.perf_counter() - before
-        return score
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - before
