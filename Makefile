@@ -52,7 +52,7 @@ soak: $(VENV)/dev.stamp
 test-oldest:
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check -r tests/oldest.txt -e .
-	$(VENV)-oldest/bin/pytest -m "not slow" tests/optim tests/prune tests/train tests/test_io.py tests/test_state.py
+	$(VENV)-oldest/bin/pytest -m "not slow" tests/optim tests/prune tests/training tests/statistics tests/io/test_modelfile.py tests/io/test_state.py
 
 # Needs the network: asks which installed versions have known vulnerabilities.
 audit: $(VENV)/dev.stamp

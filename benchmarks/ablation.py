@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlsprune import data
-from rlsprune.data.datasets import Dataset
-from rlsprune.experiments.config import HELD_OUT_SHARE, RunConfig, make_config
-from rlsprune.experiments.jobs import check_settings
-from rlsprune.experiments.registry import EXPERIMENTS, experiment
-from rlsprune.experiments.run import make_recipe
-from rlsprune.train.folder import RunFolder
-from rlsprune.train.run import train_and_prune
+from rlsprune.app import data
+from rlsprune.app.config.experiment import HELD_OUT_SHARE, RunConfig, make_config
+from rlsprune.app.data.datasets import Dataset
+from rlsprune.app.experiments.jobs import check_settings
+from rlsprune.app.experiments.recipe import make_recipe
+from rlsprune.app.experiments.registry import EXPERIMENTS, experiment
+from rlsprune.app.run.execute import train_and_prune
+from rlsprune.app.run.folder import RunFolder
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import rlsprune
-from rlsprune._model import evaluating
-from rlsprune.experiments.config import RunConfig
-from rlsprune.experiments.run import load_data, make_recipe
-from rlsprune.train.folder import RunFolder
+from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.experiments.recipe import load_data, make_recipe
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.model.modes import evaluating
 
 
 def found(folder: RunFolder, data_dir: str | None, verify: bool) -> tuple[Tensor, float]:

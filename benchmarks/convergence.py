@@ -19,7 +19,7 @@ import torch
 from common import Contender, clock, contenders, fnn, paper_loss, train_step
 from torch import nn
 
-from rlsprune.data import Batches, Dataset, Split, load
+from rlsprune.app.data import Batches, Dataset, Split, load
 
 VALIDATION_IMAGES = 5000
 BATCH = 128

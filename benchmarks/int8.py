@@ -17,10 +17,10 @@ import onnxruntime
 import torch
 
 import rlsprune
-from rlsprune.data.batches import Batches
-from rlsprune.experiments.config import RunConfig
-from rlsprune.experiments.run import load_data, make_recipe
-from rlsprune.train.folder import RunFolder
+from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.data.batches import Batches
+from rlsprune.app.experiments.recipe import load_data, make_recipe
+from rlsprune.app.run.folder import RunFolder
 
 CALIBRATION = 8  # batches of the training split
 

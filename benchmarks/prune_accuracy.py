@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch_pruning.pruner import importance
 
 import rlsprune
-from rlsprune.data import Batches, Dataset, Split, load
-from rlsprune.experiments.config import RunConfig
-from rlsprune.experiments.registry import experiment
-from rlsprune.experiments.run import load_data
-from rlsprune.models import FNN, MiniVGG
-from rlsprune.train.folder import RunFolder
+from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.data import Batches, Dataset, Split, load
+from rlsprune.app.experiments.recipe import load_data
+from rlsprune.app.experiments.registry import experiment
+from rlsprune.app.models import FNN, MiniVGG
+from rlsprune.app.run.folder import RunFolder
 
 CALIBRATION_BATCHES = 16
 

@@ -30,7 +30,7 @@ from torch_pruning.pruner.importance import GroupMagnitudeImportance
 
 import rlsprune
 from networks import mobilenet
-from rlsprune.models import ResNet
+from rlsprune.app.models import ResNet
 
 RATIO = 0.2
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

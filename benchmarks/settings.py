@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
 import rlsprune
-from rlsprune.data import Batches, load
-from rlsprune.train.loop import Loss, evaluate, mean_squared_error
+from rlsprune.app.data import Batches, load
+from rlsprune.training.loop import Loss, evaluate, mean_squared_error
 
 RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 

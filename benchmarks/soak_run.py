@@ -23,15 +23,15 @@ import torch
 from torch import nn
 
 import rlsprune
-from rlsprune.data.datasets import Dataset, Split
-from rlsprune.train.folder import RunFolder
-from rlsprune.train.loop import mean_squared_error
-from rlsprune.train.method import Retained
-from rlsprune.train.observer import Observer
-from rlsprune.train.pruning import RLSPruning
-from rlsprune.train.recipe import Recipe
-from rlsprune.train.run import train_and_prune
-from rlsprune.train.settings import OURS
+from rlsprune.app.config.settings import OURS
+from rlsprune.app.data.datasets import Dataset, Split
+from rlsprune.app.run.execute import train_and_prune
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.method import Retained
+from rlsprune.app.run.observer import Observer
+from rlsprune.app.run.pruning import RLSPruning
+from rlsprune.app.run.recipe import Recipe
+from rlsprune.training.loop import mean_squared_error
 
 STEPS = 100  # per epoch
 BATCH = 16

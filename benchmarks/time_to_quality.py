@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from rlsprune.baselines.common import stays
-from rlsprune.data.datasets import Split
-from rlsprune.experiments.config import RunConfig, make_config
-from rlsprune.experiments.registry import BASELINES
-from rlsprune.experiments.run import load_data, make_recipe
-from rlsprune.train.folder import RunFolder
-from rlsprune.train.loop import Evaluation
-from rlsprune.train.observer import Observer
-from rlsprune.train.run import Run
+from rlsprune.app.baselines.common import stays
+from rlsprune.app.config.experiment import RunConfig, make_config
+from rlsprune.app.data.datasets import Split
+from rlsprune.app.experiments.recipe import load_data, make_recipe
+from rlsprune.app.experiments.registry import BASELINES
+from rlsprune.app.run.execute import Run
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.observer import Observer
+from rlsprune.training.loop import Evaluation
 
 EPOCHS = (5, 10, 20, 40)
 METHODS = ("rls", "scratch", "rls-paper", "l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph")

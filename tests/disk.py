@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlsprune import tensorfile
+from rlsprune.io import tensorfile
 
 LOSSES = ("nothing", "contents", "all")
 """What a loss of power takes: nothing (a process that was killed), the content of files that were not flushed though

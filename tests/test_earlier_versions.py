@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import rlsprune
-from rlsprune.own.config import FitConfig
-from rlsprune.own.run import fit
-from rlsprune.state import load_state
-from rlsprune.train.folder import RunFolder
+from rlsprune.app.config.fit import FitConfig
+from rlsprune.app.fit.fit import fit
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.io.state import load_state
 
 FILES = Path(__file__).parent / "data"
 VERSIONS = ("0.1.0",)

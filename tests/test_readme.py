@@ -13,8 +13,8 @@ import pytest
 import torch
 import typer
 
-from rlsprune.cli import main
-from rlsprune.commands.app import app
+from rlsprune.app.cli.app import app
+from rlsprune.app.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -7,36 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlsprune.graph.groups import Group as Group
-    from rlsprune.inputs import strip_inputs as strip_inputs
-    from rlsprune.io import export_onnx as export_onnx
-    from rlsprune.io import export_program as export_program
-    from rlsprune.io import load as load
-    from rlsprune.io import save as save
+    from rlsprune.io.export import export_onnx as export_onnx
+    from rlsprune.io.export import export_program as export_program
+    from rlsprune.io.modelfile import load as load
+    from rlsprune.io.modelfile import save as save
+    from rlsprune.io.quantize import quantize_onnx as quantize_onnx
+    from rlsprune.model.cost import profile as profile
+    from rlsprune.model.selector import strip_inputs as strip_inputs
     from rlsprune.optim.rls import RLS as RLS
-    from rlsprune.optim.statistics import InputStatistics as InputStatistics
-    from rlsprune.profile import profile as profile
     from rlsprune.prune.event import PruneEvent as PruneEvent
     from rlsprune.prune.pruner import Pruner as Pruner
-    from rlsprune.quantize import quantize_onnx as quantize_onnx
-    from rlsprune.train.shrink import shrink as shrink
+    from rlsprune.shrinking import shrink as shrink
+    from rlsprune.statistics.inputs import InputStatistics as InputStatistics
 
 __version__ = "0.1.0"
 
 # Public names load on first use, so that the command line answers before torch is imported.
 _HOMES = {
     "Group": "rlsprune.graph.groups",
-    "InputStatistics": "rlsprune.optim.statistics",
+    "InputStatistics": "rlsprune.statistics.inputs",
     "PruneEvent": "rlsprune.prune.event",
     "Pruner": "rlsprune.prune.pruner",
     "RLS": "rlsprune.optim.rls",
-    "export_onnx": "rlsprune.io",
-    "export_program": "rlsprune.io",
-    "load": "rlsprune.io",
-    "profile": "rlsprune.profile",
-    "quantize_onnx": "rlsprune.quantize",
-    "save": "rlsprune.io",
-    "shrink": "rlsprune.train.shrink",
-    "strip_inputs": "rlsprune.inputs",
+    "export_onnx": "rlsprune.io.export",
+    "export_program": "rlsprune.io.export",
+    "load": "rlsprune.io.modelfile",
+    "profile": "rlsprune.model.cost",
+    "quantize_onnx": "rlsprune.io.quantize",
+    "save": "rlsprune.io.modelfile",
+    "shrink": "rlsprune.shrinking",
+    "strip_inputs": "rlsprune.model.selector",
 }
 __all__ = [
     "RLS",

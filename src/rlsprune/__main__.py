@@ -2,7 +2,7 @@
 
 import sys
 
-from rlsprune.cli import main
+from rlsprune.app.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

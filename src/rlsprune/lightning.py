@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlsprune._model import ExampleInputs
+from rlsprune.model.calls import ExampleInputs
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.pruner import Pruner
 from rlsprune.prune.snapshot import Snapshot

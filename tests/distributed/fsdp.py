@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
 from distributed.scenarios import normed, train
-from rlsprune.distributed.checkpoint import load_checkpoint, save_checkpoint
+from rlsprune.io.checkpoint import load_checkpoint, save_checkpoint
 
 
 def divided() -> nn.Module:

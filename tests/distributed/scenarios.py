@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rlsprune
 from distributed.runs import OPTIONS
 from networks import SHAPES, cnn, fnn, target
-from rlsprune.cli import main
+from rlsprune.app.cli.main import main
 from rlsprune.distributed.ranks import DisagreementError, RankLostError
 
 BATCH, STEPS, PRUNES = 24, 50, (20, 35)

@@ -13,7 +13,7 @@ import torch
 from distributed import fsdp, launch, scenarios
 from distributed.runs import OPTIONS
 from distributed.runs import agree as agree_runs
-from rlsprune.cli import main
+from rlsprune.app.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import rlsprune
-from data.writers import (
+from app.data.writers import (
     cifar_bytes,
     idx_bytes,
     mat_bytes,
@@ -30,18 +30,19 @@ from data.writers import (
     svhn_variables,
     tar_gz_bytes,
 )
-from rlsprune import tensorfile
-from rlsprune.data.arrays import read_npz
-from rlsprune.data.errors import DataError
-from rlsprune.data.formats import read_cifar_archive, read_cifar_batch, read_idx, read_idx_pair
-from rlsprune.data.matlab import read_svhn
-from rlsprune.experiments.config import RunConfig, make_config
-from rlsprune.files import FileError
-from rlsprune.own.config import FitConfig, make_fit_config
-from rlsprune.own.model import load_weights
-from rlsprune.report import write_report
-from rlsprune.state import load_state, save_state
-from rlsprune.train.folder import RunFolder
+from rlsprune.app.config.experiment import RunConfig, make_config
+from rlsprune.app.config.fit import FitConfig, make_fit_config
+from rlsprune.app.data.arrays import read_npz
+from rlsprune.app.data.errors import DataError
+from rlsprune.app.data.formats import read_cifar_archive, read_cifar_batch, read_idx, read_idx_pair
+from rlsprune.app.data.matlab import read_svhn
+from rlsprune.app.fit.model import load_weights
+from rlsprune.app.report import write_report
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.io import tensorfile
+from rlsprune.io.atomic import FileError
+from rlsprune.io.modelfile import read_metadata
+from rlsprune.io.state import load_state, save_state
 
 Damage = Callable[[random.Random], bytes]
 """Makes a damaged file; the same for the same state of the generator."""
@@ -315,7 +316,7 @@ def make_targets(tmp: Path) -> dict[str, Target]:
     return {
         "model": Target(damaged(model_file), lambda path: rlsprune.load(path, into=fnn())),
         "model, signed": Target(signed(model_file, "rlsprune", tmp), lambda path: rlsprune.load(path, into=fnn())),
-        "metadata": Target(signed(model_file, "rlsprune", tmp), rlsprune.io.read_metadata),
+        "metadata": Target(signed(model_file, "rlsprune", tmp), read_metadata),
         "state": Target(damaged(state_file), load_state),
         "state, signed": Target(signed(state_file, "rlsprune-state", tmp), load_state),
         "weights .pt": Target(one_of(damaged(pickle_file), repacked_zip(pickle_file)), weights(".pt")),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from rlsprune.graph import find_groups
-from rlsprune.inputs import select_inputs
+from rlsprune.model.selector import select_inputs
 from zoo import ZOO, evaluate, remove, some_units, zeroed_output
 
 

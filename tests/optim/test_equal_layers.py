@@ -14,7 +14,7 @@ import rlsprune
 from rlsprune.optim import rls
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.layer_step import LayerStep, ReadyLayer
-from rlsprune.optim.state import State
+from rlsprune.optim.packing import State
 
 
 class Repeated(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import rlsprune
 from networks import SHAPES, cnn, fnn, train, trained
 from rlsprune.graph import find_groups
-from rlsprune.optim.rows import sample_rows, weight_matrix
 from rlsprune.prune import criteria
+from rlsprune.statistics.rows import sample_rows, weight_matrix
 
 
 def rows_of(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def test_obs_is_the_output_error_left_after_the_best_refit(make: object) -> None
 
 
 def criteria_inverse(rows: Tensor) -> object:
-    from rlsprune.optim.inverse import from_rows
+    from rlsprune.statistics.inverse import from_rows
 
     return from_rows(rows, 1e-10)
 

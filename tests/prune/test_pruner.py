@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import rlsprune
 from networks import SHAPES, cnn, fnn, train, trained
-from rlsprune.optim.statistics import RowSample
 from rlsprune.prune import operation
+from rlsprune.statistics.inputs import RowSample
 
 EXAMPLE = torch.rand(2, 20).double()
 
@@ -568,7 +568,7 @@ def test_a_resumed_run_ends_with_the_same_numbers(optimizer_name: str, inverse: 
 
 
 def test_history_is_in_the_saved_files_metadata(tmp_path: Path) -> None:
-    from rlsprune.io import read_metadata
+    from rlsprune.io.modelfile import read_metadata
 
     model, optimizer = trained(fnn)
     pruner = make_pruner(model, optimizer, statistics="training")

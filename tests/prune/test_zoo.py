@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import rlsprune
+from rlsprune.model.cost import count
 from rlsprune.optim.layers import is_layer
-from rlsprune.profile import count
 from zoo import ZOO
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlsprune._model import wrappers
+from rlsprune.model.calls import wrappers
 
 __all__ = ["DisagreementError", "RankLostError", "Ranks", "find_ranks"]
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from rlsprune._model import ExampleInputs
 from rlsprune.graph.groups import ChannelGraph, Group, Member
 from rlsprune.graph.layers import unprunable
 from rlsprune.graph.observe import Call, Observation, RawInput, observe
-from rlsprune.graph.preserve import preserved
 from rlsprune.graph.trace import trace_groups
 from rlsprune.graph.verify import verify_groups
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.modes import preserved
 
 
 def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterable[str] = ()) -> ChannelGraph:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlsprune._tensors import memory_format
 from rlsprune.graph.groups import Axis, Group, Member, unit_index
 from rlsprune.graph.layers import axis_of, join
+from rlsprune.model.tensors import memory_format
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rlsprune._tensors import complement
 from rlsprune.graph.layers import Side
+from rlsprune.model.tensors import complement
 
 if TYPE_CHECKING:
     from rlsprune.graph.cuts import Cuts

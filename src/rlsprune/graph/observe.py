@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from rlsprune._model import ExampleInputs, as_call
+from rlsprune.model.calls import ExampleInputs, as_call
 
 # Functions whose result holds the same features along its last dimension, or a flattened image's.
 _SAME_FEATURES = {

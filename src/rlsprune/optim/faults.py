@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlsprune.optim.functional import host_waits
+from rlsprune.model.tensors import host_waits
 
 Check = tuple[list[tuple[int, str]], Tensor]
 """What is checked, each with its place in the network, and a flag for each, on the device: whether it is finite."""

@@ -20,11 +20,6 @@ from torch import Tensor, nn
 _FORGET_ROWS = 256
 
 
-def host_waits(device: torch.device) -> bool:
-    """Whether looking at a value on this device makes the host wait for it."""
-    return device.type != "cpu"
-
-
 def initial_inverse(x: Tensor, p0: float) -> Tensor:
     """``P = p0·I`` for a layer with this mean input."""
     groups, n = x.shape

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsprune._tensors import is_sharded, local
+from rlsprune.model.tensors import all_finite, is_sharded, local
 from rlsprune.optim import functional
 from rlsprune.optim.faults import Check
-from rlsprune.optim.plain_step import all_finite, step_parameters_
-from rlsprune.optim.state import INVERSE, VELOCITY, State, joined, pack, velocity_of
+from rlsprune.optim.packing import INVERSE, VELOCITY, State, joined, pack, velocity_of
+from rlsprune.optim.sgd_step import step_parameters_
 
 # With forgetting < 1, no diagonal entry of P grows past this multiple of p0. An input that is nearly always zero is
 # hardly seen in the mean, so it drifts to the limit, and one active sample is then amplified by it: on MNIST's border

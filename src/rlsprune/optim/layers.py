@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from rlsprune._tensors import is_sharded
+from rlsprune.model.tensors import is_sharded
 from rlsprune.optim import functional
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rlsprune._tensors import full_precision
+from rlsprune.model.tensors import full_precision, host_waits
 from rlsprune.optim.compiled import enlist, exporting, with_gradient_noticed
-from rlsprune.optim.functional import host_waits
 from rlsprune.optim.layers import Layer, mean_input
 
 

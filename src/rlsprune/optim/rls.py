@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from rlsprune._arguments import check_argument
-from rlsprune._model import unwrap
-from rlsprune._tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
 from rlsprune.distributed.ranks import Ranks, find_ranks
+from rlsprune.model.arguments import check_argument
+from rlsprune.model.calls import unwrap
+from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.health import LayerHealth, layer_health
 from rlsprune.optim.layer_step import LayerStep, ReadyLayer, block_sizes, equal_layers, initial_blocks
 from rlsprune.optim.layers import Layer, divide
-from rlsprune.optim.plain_step import PlainStep
+from rlsprune.optim.packing import INVERSE, VELOCITY, unpack_all
 from rlsprune.optim.recorder import ForwardHook, Recorder
-from rlsprune.optim.state import INVERSE, VELOCITY, unpack_all
+from rlsprune.optim.sgd_step import PlainStep
 from rlsprune.optim.team import Team
 
 if TYPE_CHECKING:

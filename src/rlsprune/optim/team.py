@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from rlsprune._tensors import is_sharded
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.distributed.shards import balance, gather_states
+from rlsprune.model.tensors import is_sharded
 from rlsprune.optim.faults import Check
 from rlsprune.optim.recorder import Recorder
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from rlsprune._model import ExampleInputs
 from rlsprune.graph.layers import join
-from rlsprune.profile import count, flops_per_weight, latency, parameter_count
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.cost import count, flops_per_weight, latency, parameter_count
 
 
 class Budget:

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph import Group, Member
 from rlsprune.graph.layers import axis_of
-from rlsprune.optim.inverse import Inverse, cholesky_positive, solve_lower
 from rlsprune.optim.layers import is_layer
-from rlsprune.optim.rows import input_rows, weight_matrix
+from rlsprune.statistics.inverse import Inverse, cholesky_positive, solve_lower
+from rlsprune.statistics.rows import input_rows, weight_matrix
 
 Criterion = Callable[[Group], Sequence[Tensor]]
 InverseOf = Callable[[str], list[Inverse]]

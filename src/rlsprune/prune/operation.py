@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rlsprune._tensors import complement
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.graph import ChannelGraph, Group, plan_cuts
-from rlsprune.inputs import select_inputs
+from rlsprune.model.selector import select_inputs
+from rlsprune.model.tensors import complement
 from rlsprune.prune.criteria import criterion
 from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
 from rlsprune.prune.select import choose_units, cut_size, most_to_go

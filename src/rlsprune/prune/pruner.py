@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from rlsprune import io
-from rlsprune._arguments import check_argument
-from rlsprune._model import ExampleInputs
-from rlsprune._tensors import forget_compiled_code, is_sharded
 from rlsprune.graph import Group
-from rlsprune.inputs import kept_inputs, strip_inputs
+from rlsprune.io import modelfile
+from rlsprune.model.arguments import check_argument
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.selector import kept_inputs, strip_inputs
+from rlsprune.model.tensors import forget_compiled_code, is_sharded
 from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import PruneEvent
-from rlsprune.prune.schedule import Decision, Gate
+from rlsprune.prune.gate import Decision, Gate
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgeon import Surgeon
@@ -258,7 +258,7 @@ class Pruner:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the model as `rlsprune.save` does, with the history in the metadata."""
-        io.save(self.model, path, metadata={"history": [event.to_dict() for event in self.history]})
+        modelfile.save(self.model, path, metadata={"history": [event.to_dict() for event in self.history]})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model and the optimizer, as plain containers and tensors."""

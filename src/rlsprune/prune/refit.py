@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlsprune._tensors import complement, memory_format, sub_matrix
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
+from rlsprune.model.tensors import complement, memory_format, replace_data, sub_matrix
 from rlsprune.optim.functional import initial_inverse
-from rlsprune.optim.inverse import DenseInverse, Inverse, Removal
 from rlsprune.optim.layers import is_layer
-from rlsprune.optim.rows import input_rows, split_matrix, weight_matrix
-from rlsprune.optim.state import INVERSE
+from rlsprune.optim.packing import INVERSE
 from rlsprune.prune.criteria import InverseOf
-from rlsprune.prune.surgery import replace_data
+from rlsprune.statistics.inverse import DenseInverse, Inverse, Removal
+from rlsprune.statistics.rows import input_rows, split_matrix, weight_matrix
 
 
 class KnownInverses:

@@ -9,8 +9,8 @@ from numbers import Integral, Real
 import torch
 from torch.optim import Optimizer
 
-from rlsprune._arguments import check_argument
 from rlsprune.graph import ChannelGraph, Group
+from rlsprune.model.arguments import check_argument
 from rlsprune.optim.layers import is_layer
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import NAMES, Criterion

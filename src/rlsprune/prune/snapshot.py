@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlsprune.graph.layers import axis_of, sides
-from rlsprune.inputs import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.model.selector import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.model.tensors import replace_data
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.surgery import replace_data
 
 
 class Snapshot:

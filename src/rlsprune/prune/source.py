@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rlsprune._model import ExampleInputs, evaluate
 from rlsprune.distributed.ranks import Ranks
-from rlsprune.optim.inverse import DenseInverse, Inverse
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.modes import evaluate
 from rlsprune.optim.rls import RLS
-from rlsprune.optim.statistics import InputStatistics
 from rlsprune.prune.settings import Settings
+from rlsprune.statistics.inputs import InputStatistics
+from rlsprune.statistics.inverse import DenseInverse, Inverse
 
 
 class InverseSource:

@@ -12,13 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from rlsprune._model import ExampleInputs, evaluating
-from rlsprune._tensors import forget_compiled_code
+from rlsprune.distributed.ddp import rebuild
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import find_ranks
-from rlsprune.distributed.wrapper import rebuild
 from rlsprune.graph import ChannelGraph, find_groups
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.modes import evaluating
+from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
+from rlsprune.prune.allocation import STEPS, spread
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import InverseOf
 from rlsprune.prune.event import LayerChange, PruneEvent
@@ -27,7 +29,6 @@ from rlsprune.prune.refit import KnownInverses
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.source import InverseSource
-from rlsprune.prune.spread import STEPS, spread
 from rlsprune.prune.surgery import inner
 
 # How often the last event's ratio is halved towards the target.

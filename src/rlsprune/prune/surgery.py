@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from rlsprune.graph.cuts import Cuts, cut
+from rlsprune.model.tensors import replace_data
 
 
 def apply_cuts(
@@ -44,20 +44,6 @@ def apply_cuts(
 def inner(copy: nn.Module) -> nn.Module:
     """The network itself, of a copy that may be wrapped in an ``AveragedModel``."""
     return copy.module if isinstance(copy, AveragedModel) else copy
-
-
-def replace_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a parameter or buffer new data, of any shape, and drop its gradient.
-
-    A loss that is still alive keeps the gradient accumulator of the old shape alive, and the next backward would use
-    it and fail. Data of another dtype makes autograd forget it; hooks are kept elsewhere and survive.
-    """
-    tensor.grad = None
-    if tensor.requires_grad:
-        other = torch.float32 if data.dtype == torch.float64 else torch.float64
-        # Metal has no float64, and any other floating dtype serves.
-        tensor.data = torch.empty(0, dtype=torch.float16 if data.device.type == "mps" else other, device=data.device)
-    tensor.data = data
 
 
 def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: str) -> list[Callable[[], None]]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-import rlsprune
 from rlsprune.own.config import make_fit_config
 from rlsprune.own.run import fit
 from rlsprune.state import save_state
 from rlsprune.train.folder import RunFolder
 from rlsprune.train.observer import Observer
+
+import rlsprune
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -1,0 +1,9 @@
+"""The methods that ours is compared with, each as its authors describe it; all plug into a training run alike."""
+
+from rlsprune.app.baselines.depgraph import DepGraph
+from rlsprune.app.baselines.l1_norm import L1Norm
+from rlsprune.app.baselines.net_slimming import NetSlimming, initialise_scales
+from rlsprune.app.baselines.soft_pruning import SoftPruning
+from rlsprune.app.baselines.weight_level import WeightLevel
+
+__all__ = ["DepGraph", "L1Norm", "NetSlimming", "SoftPruning", "WeightLevel", "initialise_scales"]

@@ -1,0 +1,185 @@
+"""What the rivals share: the interface to a run, when to prune, and the removal of whole units."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlsprune.app.run.counting import count_retained
+from rlsprune.app.run.method import Retained
+from rlsprune.app.run.unpruned import NoPruning
+from rlsprune.graph import find_groups, plan_cuts
+from rlsprune.model.cost import count
+from rlsprune.prune.event import LayerChange, PruneEvent
+from rlsprune.prune.select import cut_size
+from rlsprune.prune.surgery import apply_cuts
+
+
+class Rival(NoPruning):
+    """A method that does nothing yet; see ``rlsprune.app.run.method.Method`` for what a run asks of it.
+
+    Args:
+        model: The network, which the method changes in place.
+        example_inputs: A batch of its input; only its shape matters.
+        ratio: The share that goes, between 0 and 1.
+    """
+
+    def __init__(self, model: nn.Module, example_inputs: Tensor, ratio: float) -> None:
+        if not 0 < ratio < 1:
+            raise ValueError(f"ratio={ratio} is not valid: it is the share that goes, so give a number between 0 and 1")
+        super().__init__(model, example_inputs)
+        self.ratio = ratio
+
+    def follow(self, copy: nn.Module) -> None:
+        """Refuses: a rival prunes the network alone.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"{type(self).__name__} prunes no copy of its network: train without a moving average")
+
+    def retained(self) -> Mapping[str, Retained]:
+        """Nodes and weights that are left, per layer; weights that are zero do not count."""
+        return count_retained(self.model, self.example_inputs, zeros=False)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that ``state_dict`` gave.
+
+        Raises:
+            ValueError: if the state is not one of this method's.
+        """
+        missing, unexpected = set(self.state_dict()) - set(state), set(state) - set(self.state_dict())
+        if missing or unexpected:
+            raise ValueError(
+                f"the state is not one of {type(self).__name__}: missing {sorted(missing)}, unexpected "
+                f"{sorted(unexpected)}; resume with the method that the run was started with"
+            )
+
+
+class OneShot(Rival, ABC):
+    """Prunes once, at the end of one epoch.
+
+    Args:
+        model: The network, which the method changes in place.
+        example_inputs: A batch of its input; only its shape matters.
+        ratio: The share that goes, between 0 and 1.
+        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin of the method.
+    """
+
+    def __init__(self, model: nn.Module, example_inputs: Tensor, ratio: float, prune_epoch: int | None) -> None:
+        super().__init__(model, example_inputs, ratio)
+        if prune_epoch is not None and prune_epoch < 1:
+            raise ValueError(f"prune_epoch={prune_epoch} is not valid: epochs count from 1; None: never prune")
+        self.prune_epoch = prune_epoch
+        self.pruned = False
+
+    def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
+        """Prune if the epoch has come."""
+        if self.pruned or self.prune_epoch is None or epoch < self.prune_epoch:
+            return None
+        event = self.prune(epoch, loss)
+        self.pruned = True
+        return event
+
+    @abstractmethod
+    def prune(self, epoch: int, loss: float) -> PruneEvent:
+        """Prune now."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the network has been pruned."""
+        return {"pruned": self.pruned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that ``state_dict`` gave."""
+        super().load_state_dict(state)
+        self.pruned = bool(state["pruned"])
+
+
+class Structured(OneShot):
+    """Removes whole channels and nodes of the hidden layers, physically; network inputs and outputs stay.
+
+    Args:
+        model: The network, which the method changes in place.
+        optimizer: Whose state is cut with the network.
+        example_inputs: What the network is traced with.
+        ratio: The share of the units that goes, between 0 and 1.
+        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin of the method.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example_inputs: Tensor,
+        *,
+        ratio: float,
+        prune_epoch: int | None,
+    ) -> None:
+        super().__init__(model, example_inputs, ratio, prune_epoch)
+        self.optimizer = optimizer
+        # Found here and not when pruning, so that a network that cannot be pruned fails before it is trained.
+        graph = find_groups(model, example_inputs)
+        self.groups = [group for group in graph if not group.is_input]
+        if not self.groups:
+            why = "; ".join(f"{name or 'model'}: {reason}" for name, reason in graph.skipped.items())
+            raise ValueError(f"the network has no hidden layer that can be pruned ({why or 'it has no layers'})")
+
+    @abstractmethod
+    def scores(self) -> list[Tensor]:
+        """A vector over the units of each of ``groups``; low goes first."""
+
+    def choose(self, scores: Sequence[Tensor]) -> list[Tensor]:
+        """The units of each group that go: the same share of every layer, ⌊(1−ratio)·n⌋ stay."""
+        return [torch.argsort(score, stable=True)[: len(score) - stays(len(score), self.ratio)] for score in scores]
+
+    def retained(self) -> Mapping[str, Retained]:
+        """Nodes and weights that are left, per layer."""
+        return count_retained(self.model, self.example_inputs)
+
+    def prune(self, epoch: int, loss: float) -> PruneEvent:
+        """Prune now.
+
+        Raises:
+            FloatingPointError: if a score is not finite, because the training diverged.
+        """
+        scores = [score.detach().cpu() for score in self.scores()]
+        for group, score in zip(self.groups, scores, strict=True):
+            if not bool(score.isfinite().all()):
+                raise FloatingPointError(f"the weights of {group.name!r} are not finite: train with a lower step size")
+        units = [chosen.sort().values for chosen in self.choose(scores)]
+        params, flops = count(self.model, self.example_inputs)
+        apply_cuts(self.model, plan_cuts(list(zip(self.groups, units, strict=True))), self.optimizer)
+        params_after, flops_after = count(self.model, self.example_inputs)
+        chosen = [(group.name, group.size, gone.tolist()) for group, gone in zip(self.groups, units, strict=True)]
+        return PruneEvent(
+            epoch=epoch,
+            loss=loss,
+            params_before=params,
+            params_after=params_after,
+            flops_before=flops,
+            flops_after=flops_after,
+            layers=tuple(LayerChange(name, size, size - len(gone)) for name, size, gone in chosen),
+            removed={name: gone for name, _, gone in chosen if gone},
+        )
+
+
+def stays(number: int, ratio: float) -> int:
+    """⌊(1−ratio)·number⌋, but at least one."""
+    return max(1, cut_size(1 - ratio, number))
+
+
+def lowest_overall(scores: Sequence[Tensor], number: int) -> list[Tensor]:
+    """The units that go when all are ranked together and the lowest ``number`` go; one of each vector stays."""
+    sizes = [len(score) for score in scores]
+    goes = torch.zeros(sum(sizes), dtype=torch.bool)
+    goes[torch.argsort(torch.cat(list(scores)), stable=True)[:number]] = True
+    chosen = torch.split(goes, sizes)
+    for score, own in zip(scores, chosen, strict=True):
+        if bool(own.all()):
+            own[score.argmax()] = False
+    return [own.nonzero().flatten() for own in chosen]

@@ -1,0 +1,44 @@
+"""Scores of torch-pruning's own method, for comparison with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from rlsprune.graph.groups import Group
+from rlsprune.graph.layers import axis_of
+from rlsprune.graph.observe import Call
+from rlsprune.graph.trace import _dependencies
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.modes import preserved
+
+
+def group_norms(model: nn.Module, example_inputs: ExampleInputs, groups: Sequence[Group]) -> list[Tensor]:
+    """torch-pruning's group norm of every unit: squared L2 norms, averaged over the layers, divided by their mean.
+
+    The network runs in evaluation mode and is left exactly as it was.
+
+    Args:
+        model: The network.
+        example_inputs: What it is called with.
+        groups: Groups of this network that layers produce, from ``find_groups``.
+
+    Returns:
+        A vector over the units of each group, on the CPU.
+    """
+    # Imported here because it is slow to import and only a prune needs it.
+    from torch_pruning.pruner.importance import GroupMagnitudeImportance
+
+    importance = GroupMagnitudeImportance(p=2)
+    found: list[Tensor] = []
+    with preserved(model):
+        graph = _dependencies(model, Call.of(example_inputs))
+        for group in groups:
+            root = group.producers[0]
+            channels = list(range(axis_of(root.module, "out").size))
+            cut = graph.get_pruner_of_module(root.module).prune_out_channels
+            scores: Tensor = importance(graph.get_pruning_group(root.module, cut, channels))
+            # A unit of a grouped convolution is several channels of it.
+            found.append(scores.detach().cpu()[root.index].sum(1))
+    return found

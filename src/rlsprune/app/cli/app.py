@@ -1,0 +1,71 @@
+"""The application that the commands belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Annotated
+
+import rich  # noqa: F401  # typer does without, the progress display does not: say so before a run, not in it
+import typer
+
+import rlsprune
+from rlsprune.app.cli import bench, compare, data, fit, pareto, plan, report, run
+from rlsprune.distributed.torchrun import joined, started_by_torchrun
+
+__all__ = ["app", "execute"]
+
+_EPILOG = """Examples: `rlsprune run` · `rlsprune report runs/*` · `rlsprune data list`
+
+--debug, anywhere, shows the traceback of an error.
+
+Exit codes: 0 done · 1 failed (disk, network, a bug) · 2 options, settings, files or installation do not fit ·
+3 a data set is missing or damaged · 4 training diverged · 130 interrupted."""
+
+app = typer.Typer(
+    name="rlsprune",
+    help="Train a network and make it smaller in the same run, by recursive least squares.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", epilog=run.EXAMPLES)(run.run)
+app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
+app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
+app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
+app.command("pareto", epilog=pareto.EXAMPLES)(pareto.pareto)
+app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.add_typer(data.app, name="data")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(rlsprune.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Runs a command; usage errors are shown here, all others are raised."""
+    command = typer.main.get_command(app)
+    try:
+        with joined() if started_by_torchrun() else nullcontext():
+            code = command.main(args=list(arguments), prog_name="rlsprune", standalone_mode=False)
+    except Exception as error:
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        return int(getattr(error, "exit_code", 2))
+    return code if isinstance(code, int) else 0

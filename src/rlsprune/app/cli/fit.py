@@ -1,0 +1,177 @@
+"""`rlsprune fit`: a user's own network on the user's own data."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlsprune.app.cli import folders, options
+from rlsprune.app.config.fit import BATCH_NORM_RATE, LEARNING_RATES, FitConfig, make_fit_config
+from rlsprune.app.config.settings import OURS
+from rlsprune.app.experiments.registry import OPTIMIZERS
+from rlsprune.distributed.torchrun import leads
+
+__all__ = ["EXAMPLES", "fit"]
+
+EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a sub-folder per class) ·
+`rlsprune fit nets.py:mlp --data table.npz --target 0.2 --epochs 40` ·
+`rlsprune fit my_module:build_model --data photos/ --image-size 64 --weights trained.safetensors --optimizer adamw` ·
+`rlsprune fit --resume runs/build_model-photos-seed0`"""
+
+_WITH_RESUME = {"resume", "device", "on_fault", "tensorboard", "quiet", "as_json"}
+_RATES = "; ".join(f"{name} {scratch:g}, with --weights {tuned:g}" for name, (scratch, tuned) in LEARNING_RATES.items())
+_RATES += f"; rls with batch norm {BATCH_NORM_RATE:g}"
+
+
+def fit(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="module:function or path/to/file.py:function; the function returns the network."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="A folder of images with a sub-folder per class (or train/ and test/ with such sub-folders), or an "
+            ".npz file with x_train, y_train, x_test, y_test.",
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", help="Start from these weights: a .safetensors or .pt file.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option("--optimizer", help=f"One of {', '.join(OPTIMIZERS)}.")] = "rls",
+    lr: Annotated[
+        float | None,
+        typer.Option("--lr", help=f"Learning rate. Default: {_RATES}."),
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option("--target", help="The share of the parameters at which pruning ends.")
+    ] = OURS.target,
+    ratio: Annotated[
+        float, typer.Option("--ratio", help="ξ: the share of a layer that may go at an event.")
+    ] = OURS.ratio,
+    tolerance: options.Tolerance = None,
+    spread: Annotated[
+        bool,
+        typer.Option("--spread", help=options.SPREAD),
+    ] = OURS.spread,
+    epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
+    warmup_epochs: Annotated[
+        int | None,
+        typer.Option("--warmup-epochs", help="q: epochs before the first prune. Default: a tenth; 1 with --weights."),
+    ] = None,
+    gate: options.Gate = None,
+    loss: options.Loss = "cross-entropy",
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per minibatch.")] = 64,
+    image_size: Annotated[
+        int | None, typer.Option("--image-size", help="Cut images square and scale them to so many pixels.")
+    ] = None,
+    channels: Annotated[
+        int | None, typer.Option("--channels", help="1: grey, 3: colour. Default: grey if all images are.")
+    ] = None,
+    augment: Annotated[
+        str | None,
+        typer.Option("--augment", help="Vary the images in training: crop shifts, crop+flip mirrors too, crop2 less."),
+    ] = None,
+    average: Annotated[
+        float, typer.Option("--average", help="Keep the moving average of the weights over so many epochs; 0: none.")
+    ] = 1.0,
+    no_prune: Annotated[bool, typer.Option("--no-prune", help="Train only, to compare with.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and splitting.")] = 0,
+    out: options.Out = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    on_fault: options.OnFault = None,
+    deterministic: options.Deterministic = False,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
+    ] = None,
+    tensorboard: options.TensorBoard = False,
+    quiet: options.Quiet = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+) -> None:
+    """Train your own network and prune it while it trains; get the small model, its ONNX file and a report."""
+    if resume is not None:
+        folders.refuse_other_options(context, _WITH_RESUME)
+        _execute(_resumed(resume, device, on_fault), resume, quiet, as_json, tensorboard)
+        return
+    if model is None or data is None:
+        raise ValueError("give a model and --data, for example: rlsprune fit my_module:build_model --data photos/")
+    machine = options.resolve(device, threads, None, False)
+    config = make_fit_config(
+        model,
+        data,
+        weights=weights,
+        optimizer=optimizer,
+        lr=lr,
+        ratio=ratio,
+        target=target,
+        tolerance=tolerance,
+        spread=spread,
+        epochs=epochs,
+        warmup_epochs=warmup_epochs,
+        gate=gate,
+        loss=loss,
+        batch_size=batch_size,
+        image_size=image_size,
+        channels=channels,
+        augment=augment,
+        average=average,
+        method="none" if no_prune else None,
+        seed=seed,
+        device=machine["device"],
+        threads=machine["threads"],
+        on_fault=on_fault,
+        deterministic=deterministic,
+    )
+    name = f"{model.rpartition(':')[2]}-{data.stem}-seed{seed}"
+    _execute(config, folders.new_folder(name, out), quiet, as_json, tensorboard)
+
+
+def _resumed(path: Path, device: str | None, on_fault: str | None) -> FitConfig:
+    from rlsprune.app.run.folder import RunFolder
+
+    config = FitConfig.from_dict(RunFolder(path).read_json("config"))
+    device = options.usable_device(device or config.device)
+    return replace(config, device=device, on_fault=on_fault or config.on_fault)
+
+
+def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorboard: bool) -> None:
+    from rlsprune.app.cli.terminal import observer
+    from rlsprune.app.fit.fit import fit as run_fit
+    from rlsprune.app.fit.fit import missing_onnx_packages
+    from rlsprune.app.report import write_report
+    from rlsprune.io.export import ExportError
+
+    quiet = quiet or not leads()
+    if missing := missing_onnx_packages():
+        typer.echo(
+            f'No model.onnx will be written: {", ".join(missing)} not installed; pip install "rlsprune[onnx]"', err=True
+        )
+    folder = folders.open_folder(path)
+    logs = path / "tensorboard" if tensorboard and leads() else None
+    try:
+        summary = run_fit(config, folder, observer(quiet or as_json, logs))
+    except KeyboardInterrupt:
+        if folder.started:
+            typer.echo(f"Go on with: rlsprune fit --resume {shlex.quote(str(path))}", err=True)
+        raise
+    except ExportError as error:  # the training stands
+        typer.echo(f"No model.onnx was written: {error}", err=True)
+        summary = folder.read_json("summary")
+    if not leads():
+        return
+    write_report([path], path / "report.html")
+    if as_json:
+        typer.echo(json.dumps(summary))
+    elif not quiet:
+        if "given_precision" in summary:
+            typer.echo(f"Precision of the given weights: {summary['given_precision']:.2f} %")
+        written = [name for name in ("model.safetensors", "model.onnx", "report.html") if (path / name).exists()]
+        typer.echo(f"In {path}: {', '.join(written)}")

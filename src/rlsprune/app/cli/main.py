@@ -1,0 +1,65 @@
+"""The entry point of the command line: errors in one line, and what the exit codes mean."""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+FAILED = 1  # anything else: the disk, the network, a bug
+USAGE = 2  # options, settings, files or an installation that do not fit
+NO_DATA = 3  # a data set is missing or damaged
+DIVERGED = 4  # numbers that are not finite
+INTERRUPTED = 130
+
+_EXTRA = {"typer", "rich", "click", "matplotlib", "jinja2", "markupsafe", "tensorboard"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit code.
+
+    Args:
+        arguments: None for those of the process. ``--debug`` anywhere among them shows tracebacks.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an arrow that a terminal does not know must not end a run
+    try:
+        from rlsprune.app.cli.app import execute
+
+        code = execute([argument for argument in given if argument != "--debug"])
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _explain(error, debug)
+    return _say("interrupted", INTERRUPTED) if code == INTERRUPTED else code
+
+
+def _explain(error: Exception, debug: bool) -> int:
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRA:
+        return _say(f'{error.name} is not installed: run `pip install "rlsprune[experiments]"`', USAGE)
+    message = str(error) or type(error).__name__
+    # By module and name: the classes themselves would have to be imported, and torch with them.
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    if "rlsprune.app.data.errors.DataError" in kinds:
+        return _say(message, NO_DATA)
+    if isinstance(error, FloatingPointError):
+        return _say(message, DIVERGED)
+    if isinstance(error, ValueError):
+        return _say(message, USAGE)
+    if isinstance(error, OSError) or "rlsprune.app.experiments.jobs.RunFailedError" in kinds:
+        return _say(message, FAILED)
+    hint = "" if debug else " (--debug shows where)"
+    return _say(f"{type(error).__name__}: {message}{hint}", FAILED)
+
+
+def _say(message: str, code: int) -> int:
+    sys.stderr.write(f"rlsprune: {' '.join(message.split())}\n")
+    return code

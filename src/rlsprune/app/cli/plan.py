@@ -1,0 +1,146 @@
+"""`rlsprune plan`: what a network costs on a number of processes, without running it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlsprune.app.cli import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+    from rlsprune.app.costs.estimate import Plan
+
+__all__ = ["EXAMPLES", "plan"]
+
+EXAMPLES = """Examples: `rlsprune plan vgg16 --world-size 8 --batch 256` ·
+`rlsprune plan my_module:build_model --block-size 4096 --memory 16` ·
+`rlsprune plan resnet50 --world-size 64 --gflops 15000 --gbytes 1200`"""
+
+_BUILT_IN = ("vgg16", "resnet50")
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(_BUILT_IN)} (at ImageNet size), an experiment, or module:function of your own.",
+            show_default=False,
+        ),
+    ],
+    world_size: Annotated[int, typer.Option("--world-size", help="How many processes.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Images per step, of all processes together.")] = 128,
+    block_size: Annotated[int | None, typer.Option("--block-size", help="P in blocks of so many inputs.")] = None,
+    memory: Annotated[float, typer.Option("--memory", help="GiB that a process has.")] = 16.0,
+    gflops: Annotated[
+        float | None, typer.Option("--gflops", help="Speed of a matrix product there. Default: measured here.")
+    ] = None,
+    gbytes: Annotated[
+        float | None, typer.Option("--gbytes", help="10⁹ bytes a second that it moves. Default: measured here.")
+    ] = None,
+    device: options.Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Say what each layer's P costs, what sharding gives each process, and what fits."""
+    from rich.console import Console
+
+    from rlsprune.app.costs.estimate import Machine, make_plan, measure
+
+    where = device or "cpu"
+    here = Machine(0, 0) if gflops and gbytes else measure(where)
+    machine = Machine(gflops or here.gflops, gbytes or here.gbytes)
+    network = _build(model)
+    made = make_plan(network, world_size, batch, machine, block_size, cpu=where == "cpu")
+    if as_json:
+        typer.echo(json.dumps(made.to_dict()))
+        return
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console.print(_table(model, made))
+    for line in [*_summary(made), _verdict(network, made, memory * 2**30)]:
+        console.print(line)
+
+
+def _build(name: str) -> nn.Module:
+    """The network, without memory for its weights."""
+    import torch
+
+    from rlsprune.app.experiments.registry import EXPERIMENTS
+    from rlsprune.app.fit.model import find_builder
+    from rlsprune.app.models import imagenet
+
+    with torch.device("meta"):
+        if name in _BUILT_IN:
+            network: nn.Module = getattr(imagenet, name)()
+            return network
+        if name in EXPERIMENTS:
+            return EXPERIMENTS[name].build()
+        if ":" not in name:
+            known = ", ".join([*_BUILT_IN, *EXPERIMENTS])
+            raise ValueError(f"there is no network {name!r}: give one of {known}, or module:function of your own")
+        return find_builder(name, str(Path.cwd()))()
+
+
+def _table(name: str, made: Plan) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{name}: {made.world_size} processes, batches of {made.batch}")
+    for column in ("layer", "inputs", "outputs", "P", "velocity", "step", "kept by"):
+        table.add_column(column, justify="left" if column == "layer" else "right")
+    for layer in made.layers:
+        table.add_row(
+            layer.name,
+            str(layer.inputs),
+            str(layer.outputs),
+            _bytes(layer.inverse_bytes),
+            _bytes(layer.velocity_bytes),
+            _seconds(layer.seconds),
+            f"rank {layer.rank}",
+        )
+    return table
+
+
+def _summary(made: Plan) -> list[str]:
+    sent = made.sent_bytes()
+    lines = [
+        f"A rank computes {made.machine.gflops:,.0f} GFLOPS and moves {made.machine.gbytes:,.1f} GB/s.",
+        f"Weights {_bytes(made.parameter_bytes)}. State {_bytes(made.state_bytes)} and {_seconds(made.seconds)} per "
+        "step of the optimizer, on every process.",
+    ]
+    if made.world_size > 1:
+        share = made.largest_rank_bytes / made.state_bytes
+        lines += [
+            f"With shard=True: at most {_bytes(made.largest_rank_bytes)} per process ({100 * share:.0f} %) and "
+            f"{_seconds(made.slowest_rank_seconds)} per step.",
+            f"A process sends {_bytes(sent['gradients'])} of gradients per step as under plain DDP, "
+            f"{_bytes(sent['means'])} of mean inputs, and with shard=True {_bytes(sent['weights'])} of weights.",
+        ]
+    return lines
+
+
+def _verdict(network: nn.Module, made: Plan, memory: float) -> str:
+    from rlsprune.app.costs.estimate import fitting_block_size
+
+    need = f"Weights, gradients and state take {_bytes(made.training_bytes)} of {_bytes(memory)} (without activations)"
+    if made.training_bytes <= memory:
+        return f"{need}: it fits."
+    fitting = fitting_block_size(network, made, memory)
+    if fitting is None:
+        return f"{need}: it does not fit, with any block_size."
+    return f"{need}: it does not fit. With block_size={fitting} it does."
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,119 @@
+"""`rlsprune run`: one run, or the rest of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlsprune.app.cli import folders, options
+from rlsprune.app.config.experiment import RunConfig, make_config
+from rlsprune.distributed.torchrun import leads
+
+if TYPE_CHECKING:
+    from rlsprune.app.run.folder import RunFolder
+
+__all__ = ["EXAMPLES", "run"]
+
+EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
+`rlsprune run mnist-fnn --preset paper --method rls-paper --seed 1` ·
+`rlsprune run --resume runs/digits-fnn-rls-seed0` ·
+`torchrun --nproc-per-node 2 -m rlsprune run` (each process takes its share of every batch)"""
+
+_WITH_RESUME = {"resume", "device", "on_fault", "data_dir", "tensorboard", "quiet", "as_json"}
+
+
+@options.with_training
+def run(
+    context: typer.Context,
+    training: dict[str, Any],
+    experiment: options.ExperimentName = "digits-fnn",
+    method: options.MethodName = "rls",
+    optimizer: options.OptimizerName = None,
+    ratio: options.Ratio = None,
+    rival_ratio: options.RivalRatio = None,
+    prune_epoch: options.PruneEpoch = None,
+    seed: options.Seed = 0,
+    shape_from: Annotated[
+        Path | None,
+        typer.Option("--from", help="For scratch: the folder of the rls run whose shape to take. Default: run it."),
+    ] = None,
+    out: options.Out = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
+    ] = None,
+    tensorboard: options.TensorBoard = False,
+    quiet: options.Quiet = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+) -> None:
+    """Train a network and prune it while it trains."""
+    if resume is not None:
+        folders.refuse_other_options(context, _WITH_RESUME)
+        of_fit = f"go on with `rlsprune fit --resume {resume}`"
+        config = folders.read_config(resume, of_fit, training["device"], training["data_dir"])
+        config = replace(config, on_fault=training["on_fault"] or config.on_fault)
+        _execute(config, resume, quiet, as_json, tensorboard)
+        return
+    settings = {"seed": seed, **options.settings(training)}
+    own: dict[str, Any] = {
+        "optimizer": optimizer,
+        "ratio": ratio,
+        "rival_ratio": rival_ratio,
+        "prune_epoch": prune_epoch,
+    }
+    config = make_config(experiment, method, **own, **settings)
+    folder = folders.new_folder(f"{config.experiment}-{config.method}-seed{config.seed}", out)
+    if method == "scratch":
+        source = shape_from or _run_of_shape(settings, experiment, folder, quiet or as_json)
+        config = replace(config, shape_from=str(source.resolve()))
+    _execute(config, folder, quiet, as_json, tensorboard)
+
+
+def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool, tensorboard: bool = False) -> None:
+    from rlsprune.app.cli.terminal import describe, observer
+    from rlsprune.app.experiments.recipe import run as run_experiment
+    from rlsprune.app.report import write_report
+
+    folder = folders.open_folder(path)
+    quiet = quiet or not leads()
+    if folder.finished:
+        summary = folder.read_json("summary")
+        if not as_json and leads():
+            typer.echo(f"{path} is finished. {describe(summary)}")
+    else:
+        try:
+            logs = path / "tensorboard" if tensorboard and leads() else None
+            summary = run_experiment(config, folder, observer(quiet or as_json, logs))
+        except KeyboardInterrupt:
+            if folder.started:
+                typer.echo(f"Go on with: rlsprune run --resume {shlex.quote(str(path))}", err=True)
+            raise
+        if not leads():
+            return
+        _draw_pixels(config, folder, summary)
+        write_report([path], path / "report.html")
+    if as_json and leads():
+        typer.echo(json.dumps(summary))
+    elif not quiet:
+        page = path / "report.html"
+        typer.echo(f"The run is in {path}" + (f", its page is {page}" if page.is_file() else ""))
+
+
+def _run_of_shape(settings: dict[str, Any], experiment: str, folder: Path, quiet: bool) -> Path:
+    """Runs `rls` beside a run of `scratch`, unless it is there already."""
+    source = folder.with_name(f"{folder.name}-shape")
+    _execute(make_config(experiment, "rls", **settings), source, quiet, as_json=False)
+    return source
+
+
+def _draw_pixels(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> None:
+    if summary["kept_inputs"] is None:
+        return
+    from rlsprune.app.experiments.figures import draw_pixels
+    from rlsprune.app.experiments.recipe import load_data
+
+    draw_pixels(summary["kept_inputs"], load_data(config).test, folder.path / "pixels.png")

@@ -1,0 +1,110 @@
+"""What a run shows while it goes: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from rlsprune.app.run.observer import Observer, Observers
+
+if TYPE_CHECKING:
+    from rlsprune.app.run.method import Retained
+
+__all__ = ["LineObserver", "describe", "observer", "status"]
+
+
+def observer(quiet: bool, tensorboard: Path | None = None) -> Observer:
+    """What suits the place where standard output goes; with a folder, for TensorBoard too."""
+    if tensorboard is not None:
+        from rlsprune.app.run.tensorboard import TensorBoardObserver
+
+        return Observers(observer(quiet), TensorBoardObserver(tensorboard))
+    if quiet:
+        return Observer()
+    if not sys.stdout.isatty():
+        return LineObserver()
+    from rlsprune.app.cli.live import LiveObserver
+
+    return LiveObserver()
+
+
+@contextmanager
+def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str, int, int | None], object]]]:
+    """For long work: what says a line, and what is told what is being done, for a bar below the lines on a terminal."""
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        shown: dict[str, TaskID] = {}
+
+        def progress(stage: str, done: int, total: int | None) -> None:
+            if stage not in shown:
+                for task in shown.values():
+                    bar.remove_task(task)
+                shown.clear()
+                shown[stage] = bar.add_task(stage, total=total)
+            bar.update(shown[stage], completed=done)
+
+        yield (lambda line: None) if quiet else console.print, progress
+
+
+def describe(summary: Mapping[str, Any]) -> str:
+    """A finished run in one line."""
+    return (
+        f"{summary['method']} on {summary['experiment']}, seed {summary['seed']}: precision "
+        f"{summary['precision']:.2f} %, {summary['weights_percent']:.1f} % of the weights, "
+        f"{summary['nodes_percent']:.1f} % of the nodes, {summary['flops_percent']:.1f} % of the FLOPs, "
+        f"{summary['seconds']:.0f} s"
+    )
+
+
+class LineObserver(Observer):
+    """A line per epoch and per event."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self._epochs = 0
+
+    def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:
+        """Says what is run."""
+        self._epochs = epochs
+        resumed = f", resumed after epoch {done}" if done else ""
+        self.console.print(
+            f"{config['method']} on {config['experiment']}, seed {config['seed']}, {epochs} epochs{resumed}"
+        )
+
+    def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
+        """The epoch's figures."""
+        shape = "-".join(str(count.nodes) for count in counts.values())
+        self.console.print(
+            f"epoch {metrics['epoch']:>{len(str(self._epochs))}}/{self._epochs}  loss {metrics['train_loss']:.4f}  "
+            f"precision {metrics['precision']:.2f} %  weights {metrics['weights_percent']:.1f} %  nodes {shape}  "
+            f"{metrics['seconds']:.1f} s"
+        )
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """What was pruned."""
+        changes = [
+            f"{layer['name']} {layer['before']}→{layer['after']}"
+            for layer in event["layers"]
+            if layer["before"] != layer["after"]
+        ]
+        what = "rolled back" if event["kind"] == "roll-back" else "pruned"
+        self.console.print(
+            f"  epoch {event['epoch']}: {what} {', '.join(changes) or 'weights set to zero'}; "
+            f"precision {event['precision_before']:.2f} % → {event['precision_after']:.2f} %"
+        )
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """The result."""
+        self.console.print(describe(summary))
+        if summary.get("missed_target") is not None:
+            self.console.print(
+                f"The target, {100 * summary['missed_target']:g} % of the parameters, is not reached in these epochs. "
+                "More --epochs or a larger --tolerance get further."
+            )

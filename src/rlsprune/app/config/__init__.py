@@ -1,0 +1,1 @@
+"""Everything that decides the numbers of a run. Light to import: no torch."""

@@ -1,0 +1,79 @@
+"""Runs on the machines of a Ray cluster, which share a file system with this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlsprune.app.experiments.jobs import RunFailedError, check_result
+from rlsprune.app.experiments.queue import PlannedRun
+from rlsprune.app.run.folder import RunFolder
+
+__all__ = ["RayTasks"]
+
+
+class RayTasks:
+    """One Ray task per run, with as many of the machine's CPUs as the run has threads.
+
+    Joins the cluster that the environment names (``RAY_ADDRESS``); without one, a local one is started. A task that Ray
+    loses with its machine is started again and goes on from the run's last checkpoint.
+    """
+
+    def __init__(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts: it would report to its makers
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise ValueError('--ray needs Ray: run `pip install "rlsprune[ray]"`') from error
+        self._ray: Any = ray
+        self._started = not ray.is_initialized()
+        if self._started:
+            ray.init(include_dashboard=False, log_to_driver=False)
+        self._tasks: set[Any] = set()
+
+    @property
+    def slots(self) -> int:
+        """CPUs of the whole cluster: no more runs than that go on at a time."""
+        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def execute(self, run: PlannedRun) -> None:
+        """Runs one to its end, on any machine; what it says goes to log.txt in its folder."""
+        RunFolder(run.folder).write_json("config", run.config.to_dict())
+        gpus = 1 if run.config.device.startswith("cuda") else 0
+        cpus = min(run.config.threads, largest_machine(self._ray.nodes()))
+        remote = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(_run)
+        task = remote.remote(str(run.folder.resolve()))
+        self._tasks.add(task)
+        try:
+            code = self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            raise RunFailedError(f"Ray could not execute the run in {run.folder}: {error}") from error
+        finally:
+            self._tasks.discard(task)
+        check_result(run, code)
+
+    def end(self) -> None:
+        """Ends all."""
+        for task in list(self._tasks):
+            self._ray.cancel(task, force=True)
+
+    def close(self) -> None:
+        """Leaves the cluster, and stops it if it was started here."""
+        if self._started:
+            self._ray.shutdown()
+
+
+def largest_machine(nodes: Iterable[Mapping[str, Any]]) -> int:
+    """The most CPUs that one live machine has: a task that wants more would wait for ever."""
+    return max([1, *(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])])
+
+
+def _run(folder: str) -> int:
+    """On a machine of the cluster."""
+    command = [sys.executable, "-m", "rlsprune", "run", "--resume", folder]
+    with (Path(folder) / "log.txt").open("ab") as output:
+        return subprocess.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, check=False).returncode

@@ -1,0 +1,93 @@
+"""From finished runs to the figures of a comparison: means over seeds, beside the paper's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsprune.app.experiments.paper import TABLES
+from rlsprune.app.experiments.queue import TWINS, PlannedRun, twin_of
+from rlsprune.app.experiments.registry import experiment
+from rlsprune.app.run.folder import RunFolder
+
+__all__ = ["compare_runs"]
+
+_MEASURES = (
+    "precision",
+    "loss",
+    "final_precision",
+    "nodes_percent",
+    "weights_percent",
+    "flops_percent",
+    "latency_ms",
+    "latency_unpruned_ms",
+    "seconds",
+    "epochs",
+    "events",
+)
+
+
+def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
+    """Everything that the tables show, as plain containers.
+
+    Args:
+        name: The experiment.
+        runs: Finished ones, as `plan.comparison` gives them; an unpruned network among them.
+
+    Raises:
+        ValueError: None of them is unpruned.
+    """
+    labels = list(dict.fromkeys(run.label for run in runs))
+    folders = {label: [run.folder for run in runs if run.label == label] for label in labels}
+    columns = {label: _column(paths) for label, paths in folders.items()}
+    methods = [label for label in labels if label not in TWINS]
+    unpruned = {label: columns[label] for label in labels if label in TWINS}
+    if not unpruned:
+        raise ValueError(f"none of the finished runs is unpruned: run one of {', '.join(TWINS)} first")
+    for label in methods:
+        twin = unpruned.get(twin_of(label))
+        columns[label]["unpruned"] = None if twin is None else {key: twin[key] for key in ("precision", "loss")}
+    table = experiment(name).table
+    return {
+        "experiment": name,
+        "title": experiment(name).title,
+        "seeds": list(dict.fromkeys(run.config.seed for run in runs)),
+        "preset": runs[0].config.preset,
+        "methods": {label: columns[label] for label in methods},
+        "unpruned": unpruned,
+        "paper_table": table,
+        "paper": {} if table is None else {label: vars(column) for label, column in TABLES[table].items()},
+    }
+
+
+def _column(paths: Iterable[Path]) -> dict[str, Any]:
+    folders = [RunFolder(path) for path in paths]
+    summaries = [folder.read_json("summary") for folder in folders]
+    events = [event for folder in folders for event in folder.read_lines("events") if event["kind"] == "prune"]
+    lost = [event["precision_before"] - event["precision_after"] for event in events]
+    waits = [event["epochs_to_recover"] for event in events if event["epochs_to_recover"] is not None]
+    return {
+        "runs": len(summaries),
+        **{name: _over_runs([summary[name] for summary in summaries]) for name in _MEASURES},
+        "layers": _layers([summary["layers"] for summary in summaries]),
+        "lost_per_event": statistics.fmean(lost) if lost else None,
+        "epochs_to_recover": statistics.fmean(waits) if waits else None,
+        "never_recovered": len(events) - len(waits),
+        "event_epochs": [event["epoch"] for event in events],
+    }
+
+
+def _over_runs(values: Sequence[float]) -> dict[str, float]:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "deviation": deviation}
+
+
+def _layers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Layer by layer, the mean over runs."""
+    keys = ("nodes", "weights", "nodes_percent", "weights_percent")
+    return [
+        {"name": rows[0]["name"], **{key: statistics.fmean(row[key] for row in rows) for key in keys}}
+        for rows in zip(*runs, strict=True)
+    ]

@@ -1,0 +1,147 @@
+"""Pictures: the paper's three panels, and which pixels survived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+
+from rlsprune.app.data.datasets import Split
+from rlsprune.io.atomic import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_comparison", "draw_front", "draw_pixels", "draw_sweep"]
+
+_PANELS = (
+    ("nodes_percent", "retained nodes (%)"),
+    ("weights_percent", "retained weights (%)"),
+    ("precision", "precision (%)"),
+)
+
+
+_COSTS = (("weights_percent", "retained weights (%)"), ("flops_percent", "FLOPs (%)"), ("seconds", "run (s)"))
+
+
+def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
+    """Precision against weights, FLOPs and the time of the run, a point for each method; unpruned networks hollow.
+
+    Args:
+        comparison: As `compare_runs` gives it.
+        path: The picture's file; its ending says which kind.
+    """
+    figure = _figure(12, 4.2)
+    figure.suptitle(comparison["title"])
+    points = [(label, column, True) for label, column in comparison["methods"].items()]
+    points += [(label, column, False) for label, column in comparison["unpruned"].items()]
+    for axes, (key, title) in zip(figure.subplots(1, len(_COSTS), sharey=True), _COSTS, strict=True):
+        for number, (label, column, pruned) in enumerate(points):
+            cost, precision = column[key], column["precision"]
+            axes.errorbar(
+                cost["mean"],
+                precision["mean"],
+                xerr=cost["deviation"],
+                yerr=precision["deviation"],
+                marker="osD^v<>P*XhH"[number % 12],
+                markersize=9 if label == "rls" else 6,
+                color=f"C{number % 10}",
+                markerfacecolor=None if pruned else "none",
+                linestyle="none",
+                label=label,
+            )
+        axes.set_xlabel(title)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("test precision (%)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    _save(figure, path)
+
+
+def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
+    """Retained nodes, retained weights and precision, epoch by epoch.
+
+    Args:
+        curves: The metrics of a run by its label in the legend.
+        title: Above the panels.
+        path: The picture's file; its ending says which kind.
+    """
+    figure = _figure(12, 3.6)
+    figure.suptitle(title)
+    for axes, (key, label) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
+        for name, metrics in curves.items():
+            axes.plot([line["epoch"] for line in metrics], [line[key] for line in metrics], label=name)
+        axes.set(xlabel="epoch", ylabel=label)
+        axes.grid(alpha=0.3)
+        if key == "precision":
+            # The first epochs of training would flatten everything that matters.
+            values = [line[key] for metrics in curves.values() for line in metrics[len(metrics) // 10 :]]
+            axes.set_ylim(max(0.0, np.percentile(values, 2) - 1), min(100.0, max(values) + 0.5))
+    figure.axes[0].legend(title="ξ")
+    _save(figure, path)
+
+
+def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, path: Path) -> None:
+    """Precision against what is left of the parameters and FLOPs, right after each event and after recovery.
+
+    Args:
+        points: As `shrink_run` gives them, the whole network first.
+        chosen: Which of them was kept.
+        title: Above the panels.
+        path: The picture's file; its ending says which kind.
+    """
+    figure = _figure(10, 4)
+    figure.suptitle(title)
+    for axes, (key, label) in zip(
+        figure.subplots(1, 2, sharey=True), (("params", "parameters (%)"), ("flops", "FLOPs (%)")), strict=True
+    ):
+        shares = [100 * point[key] / points[0][key] for point in points]
+        axes.plot(shares, [point["precision"] for point in points], "o-", label="test")
+        axes.plot(shares, [point["score"] for point in points], "s--", alpha=0.6, label="held-out")
+        axes.plot(shares, [point["score_pruned"] for point in points], ".", label="held-out, right after the prune")
+        axes.axvline(shares[chosen], color="gray", linestyle=":", label="chosen")
+        axes.set(xlabel=label, xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3, which="both")
+    figure.axes[0].set_ylabel("precision (%)")
+    figure.axes[0].legend()
+    _save(figure, path)
+
+
+def draw_pixels(kept: Sequence[int], images: Split, path: Path) -> None:
+    """The mean image, with the pixels that the network no longer reads crossed out in red.
+
+    Args:
+        kept: Indices of the pixels that are read.
+        images: Grey images of the data set.
+        path: The picture's file.
+    """
+    mean = images.images.float().mean(0)[0].cpu().numpy()
+    gone = np.ones(mean.size, dtype=bool)
+    gone[list(kept)] = False
+    figure = _figure(8, 4)
+    left, right = figure.subplots(1, 2)
+    left.imshow(mean, cmap="gray_r")
+    left.set_title("mean image")
+    right.imshow(mean, cmap="gray_r")
+    right.imshow(
+        np.ma.masked_where(~gone.reshape(mean.shape), gone.reshape(mean.shape)), cmap="Reds", alpha=0.55, vmin=0
+    )
+    right.set_title(f"{len(kept)} of {mean.size} pixels are read (not red)")
+    for axes in (left, right):
+        axes.set_axis_off()
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # not pyplot: no window, no state shared with the user's own figures
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with mpl.rc_context({"svg.hashsalt": "rlsprune"}), replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)

@@ -1,0 +1,155 @@
+"""Runs side by side, each in a process of its own; what is finished is not run again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.experiments.queue import PlannedRun
+from rlsprune.app.run.folder import RunFolder
+
+__all__ = ["RunFailedError", "Runner", "check_result", "check_settings", "run_all"]
+
+Done = Callable[[PlannedRun, dict[str, Any], bool], None]
+"""Called with a run, its summary, and whether it had been finished before."""
+
+
+class RunFailedError(RuntimeError):
+    """A run of several ended with an error."""
+
+
+class Runner(Protocol):
+    """Where runs are executed."""
+
+    def execute(self, run: PlannedRun) -> None:
+        """Runs one to its end, in the calling thread's time.
+
+        Raises:
+            RunFailedError: It failed.
+        """
+
+    def end(self) -> None:
+        """Ends all that are under way."""
+
+
+def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | None = None) -> None:
+    """Runs everything that is not finished yet, `jobs` at a time.
+
+    Args:
+        runs: In the order in which they are started; a run may wait for an earlier one.
+        jobs: How many at a time.
+        done: Told about each run, in the order in which they end.
+        runner: Where they are executed; None for processes on this machine.
+
+    Raises:
+        ValueError: A folder holds a run with other settings.
+        RunFailedError: A run failed. The others that had been started are ended too; all can be resumed.
+    """
+    for run in runs:
+        check_settings(run.folder, run.config)
+    waiting = []
+    for run in runs:
+        folder = RunFolder(run.folder)
+        if folder.finished:
+            done(run, folder.read_json("summary"), True)
+        else:
+            waiting.append(run)
+    runner = runner or _Processes()
+    with _ended_by_sigterm(), ThreadPoolExecutor(jobs) as pool:
+        active: dict[Future[None], PlannedRun] = {}
+        try:
+            while waiting or active:
+                for run in [run for run in waiting if run.after is None or RunFolder(run.after).finished]:
+                    if len(active) < jobs:
+                        waiting.remove(run)
+                        active[pool.submit(runner.execute, run)] = run
+                for future in wait(active, return_when=FIRST_COMPLETED).done:
+                    run = active.pop(future)
+                    future.result()
+                    done(run, RunFolder(run.folder).read_json("summary"), False)
+        except BaseException:
+            runner.end()
+            raise
+
+
+def check_settings(path: Path, config: RunConfig) -> None:
+    """Makes sure that a folder is empty or holds the run that is asked for.
+
+    Raises:
+        ValueError: It holds one with other settings.
+    """
+    folder = RunFolder(path)
+    if not folder.started:
+        return
+    differences = config.differences(RunConfig.from_dict(folder.read_json("config")))
+    if differences:
+        raise ValueError(
+            f"{path} holds a run with other settings (asked for: {', '.join(differences)}): "
+            "give another --out, or delete that folder"
+        )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within it, SIGTERM (of a batch system, say) ends this process as Ctrl-C does: it ends its runs before it goes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # None: not of Python's making
+
+
+class _Processes:
+    """The processes under way."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def execute(self, run: PlannedRun) -> None:
+        """Runs one to its end; what it says goes to log.txt in its folder."""
+        folder = RunFolder(run.folder)
+        folder.write_json("config", run.config.to_dict())
+        command = [sys.executable, "-m", "rlsprune", "run", "--resume", str(run.folder)]
+        log = run.folder / "log.txt"
+        with log.open("ab") as output:
+            with self._lock:
+                if self._ended:
+                    return
+                process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+                self._running.add(process)
+            code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        check_result(run, code)
+
+    def end(self) -> None:
+        """Ends all."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.terminate()
+
+
+def check_result(run: PlannedRun, code: int) -> None:
+    """Says what went wrong with a run that ended with this exit code, if anything did."""
+    if code:
+        last = _last_line(run.folder / "log.txt")
+        raise RunFailedError(f"the run in {run.folder} failed with exit code {code}: {last}")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"see {log}"

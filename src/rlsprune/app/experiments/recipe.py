@@ -1,0 +1,81 @@
+"""An experiment's run: its data and its recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rlsprune.app import data
+from rlsprune.app.config.experiment import HELD_OUT_SHARE, RunConfig
+from rlsprune.app.data.datasets import Dataset, stratified_choice
+from rlsprune.app.experiments.methods import build_method, build_model, build_optimizer, take_shape
+from rlsprune.app.experiments.registry import experiment
+from rlsprune.app.run.execute import train_and_prune
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.observer import Observer
+from rlsprune.app.run.recipe import Recipe
+from rlsprune.training.loop import LOSSES
+
+__all__ = ["load_data", "make_recipe", "run"]
+
+_TITLE = ("experiment", "method", "optimizer", "preset", "seed")
+
+
+def run(config: RunConfig, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
+    """Trains and prunes as the config says; goes on from the folder's last checkpoint if it has one.
+
+    Args:
+        config: The run.
+        folder: Where its files go.
+        observer: Who is told about it.
+
+    Returns:
+        The summary, as in the folder's summary.json.
+    """
+    # The data come before anything is written: a folder is not left behind for want of data.
+    return train_and_prune(make_recipe(config, load_data(config)), folder, observer)
+
+
+def load_data(config: RunConfig) -> Dataset:
+    """The experiment's data set in memory, on the run's device, cut and split as the config says."""
+    loaded = data.load(experiment(config.experiment).dataset, config.data_dir, config.verify)
+    if config.train_images is not None and config.train_images < len(loaded.train):
+        loaded = loaded.take(config.train_images)
+    if config.test_images is not None and config.test_images < len(loaded.test):
+        chosen = stratified_choice(loaded.test.labels, config.test_images, seed=0)
+        loaded = replace(loaded, test=loaded.test.select(chosen))
+    if config.gate == "valid":
+        loaded = loaded.hold_out(max(1, round(HELD_OUT_SHARE * len(loaded.train))))
+    return loaded.to(config.device)
+
+
+def make_recipe(config: RunConfig, loaded: Dataset) -> Recipe:
+    """The parts that a config asks for."""
+
+    def prepare(model: nn.Module) -> None:
+        if config.shape_from is not None:
+            take_shape(model, RunFolder(config.shape_from))
+
+    values = config.to_dict()
+    return Recipe(
+        config=values,
+        title={name: values[name] for name in _TITLE},
+        data=loaded,
+        layout="channels-last" if experiment(config.experiment).convolutional else "flat",
+        build_model=lambda: build_model(config),
+        prepare=prepare,
+        build_optimizer=lambda model: build_optimizer(config, model),
+        build_method=lambda model, optimizer, example: build_method(config, model, optimizer, example),
+        loss=LOSSES[config.loss],
+        gate=config.gate,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        threads=config.threads,
+        augment=config.augment,
+        training=config.training,
+        on_fault=config.on_fault,
+        deterministic=config.deterministic,
+    )

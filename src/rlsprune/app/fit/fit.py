@@ -1,0 +1,166 @@
+"""The run of a user's own network, and what it delivers."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from rlsprune.app.config.experiment import HELD_OUT_SHARE
+from rlsprune.app.config.fit import BATCH_NORM_RATE, LEARNING_RATES, FitConfig
+from rlsprune.app.data.arrays import read_npz
+from rlsprune.app.data.datasets import Dataset
+from rlsprune.app.data.errors import DataError
+from rlsprune.app.data.folders import Channels, read_image_folder
+from rlsprune.app.fit.model import find_builder, find_layout, load_weights
+from rlsprune.app.run.execute import train_and_prune
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.observer import Observer
+from rlsprune.app.run.pruning import RLSPruning
+from rlsprune.app.run.recipe import Recipe
+from rlsprune.app.run.unpruned import NoPruning
+from rlsprune.distributed.torchrun import leads
+from rlsprune.io import modelfile
+from rlsprune.io.export import export_onnx
+from rlsprune.optim.rls import RLS
+from rlsprune.training.loop import LOSSES, evaluate
+
+__all__ = ["ONNX_PACKAGES", "fit", "load_own_data", "make_own_recipe", "missing_onnx_packages"]
+
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_TITLE = ("experiment", "method", "optimizer", "seed")
+
+
+def fit(config: FitConfig, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
+    """Trains and prunes as the config says, or goes on with it, and writes model.safetensors and model.onnx.
+
+    The ONNX file is left out where its packages are not installed (`missing_onnx_packages`).
+
+    Args:
+        config: The run.
+        folder: Where its files go.
+        observer: Who is told about it.
+
+    Returns:
+        The summary, as in the folder's summary.json.
+
+    Raises:
+        ValueError: Model, data and weights do not fit each other. Nothing has been written then.
+        ExportError: The network cannot be exported; everything else has been written.
+    """
+    loaded = load_own_data(config)
+    recipe = make_own_recipe(config, loaded)
+    summary = folder.read_json("summary") if folder.finished else train_and_prune(recipe, folder, observer)
+    onnx = folder.path / "model.onnx"
+    if leads() and not onnx.exists() and not missing_onnx_packages():
+        model = modelfile.load(folder.model, into=recipe.build_model())
+        export_onnx(model, recipe.example(2), onnx)
+    return summary
+
+
+def missing_onnx_packages() -> list[str]:
+    """What an ONNX file would need and is not installed."""
+    return [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def load_own_data(config: FitConfig) -> Dataset:
+    """The data in memory, on the run's device, with images held out if the gate wants them.
+
+    Raises:
+        DataError: They are missing, damaged, or not those with which the run was started.
+    """
+    path = Path(config.data)
+    if path.is_dir():
+        loaded = read_image_folder(path, config.image_size, cast(Channels | None, config.channels), config.seed)
+    elif path.suffix == ".npz":
+        loaded = read_npz(path)
+    else:
+        problem = "it is neither a folder of images nor an .npz file" if path.exists() else "there is no such file"
+        raise DataError(path, problem, "Give a folder of images or an .npz file as --data")
+    if config.augment is not None and len(loaded.shape) != 3:
+        raise ValueError(f"--augment is for images (N, C, H, W): {path} has entries of shape {loaded.shape}")
+    if config.gate == "valid":
+        if len(loaded.train) < 2:
+            raise DataError(path, "it has only one training example", "Give more")
+        loaded = loaded.hold_out(max(1, round(HELD_OUT_SHARE * len(loaded.train))))
+    if len(loaded.train) % config.batch_size == 1 and len(loaded.train) > 1:
+        loaded = loaded.take(len(loaded.train) - 1, seed=None)  # batch norm cannot train on a batch of one
+    if config.classes and (config.classes, config.images) != (loaded.classes, _counts(loaded)):
+        problem = "its classes or the number of its images changed since the run was started"
+        raise DataError(path, problem, "Start a new run")
+    return loaded.to(config.device)
+
+
+def _counts(loaded: Dataset) -> tuple[int, int]:
+    return len(loaded.train), len(loaded.test)
+
+
+def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
+    """The parts that a config asks for; the model has been checked against the data.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    builder = find_builder(config.model, config.import_from)
+
+    def build_model() -> nn.Module:
+        torch.manual_seed(config.seed)
+        return builder().to(config.device)
+
+    model = build_model()
+    layout = find_layout(model, loaded, config.experiment)
+    lr = _default_rate(config, model) if config.lr is None else config.lr
+
+    def prepare(model: nn.Module) -> None:
+        if config.weights is not None:
+            load_weights(model, Path(config.weights))
+
+    def build_optimizer(model: nn.Module) -> Optimizer:
+        if config.optimizer == "rls":
+            return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=config.training.mean_scale)
+        if config.optimizer == "sgd":
+            return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+        return AdamW(model.parameters(), lr=lr)
+
+    def build_method(model: nn.Module, optimizer: Optimizer, example: torch.Tensor) -> NoPruning:
+        if config.method == "none":
+            return NoPruning(model, example)
+        return RLSPruning(model, optimizer, example, config.pruning, config.epochs, config.warmup_epochs)
+
+    values = replace(config, lr=lr, classes=loaded.classes, images=_counts(loaded)).to_dict()
+    recipe = Recipe(
+        config=values,
+        title={**{name: values[name] for name in _TITLE}, "preset": "own"},
+        data=loaded,
+        layout=layout,
+        build_model=build_model,
+        prepare=prepare,
+        build_optimizer=build_optimizer,
+        build_method=build_method,
+        loss=LOSSES[config.loss],
+        gate=config.gate,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        threads=config.threads,
+        augment=config.augment,
+        training=config.training,
+        on_fault=config.on_fault,
+        deterministic=config.deterministic,
+    )
+    if config.weights is None:
+        return recipe
+    prepare(model)  # also: weights that do not fit are found before anything is written
+    given = evaluate(model, recipe.evaluation_batches(loaded.test), recipe.loss)
+    return replace(recipe, title={**recipe.title, "given_precision": given.precision})
+
+
+def _default_rate(config: FitConfig, model: nn.Module) -> float:
+    rate = LEARNING_RATES[config.optimizer][config.weights is not None]
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return min(rate, BATCH_NORM_RATE) if config.optimizer == "rls" and normed else rate

@@ -1,0 +1,130 @@
+"""The parts of a page that are drawn without a script: the network to scale, and the inputs that it reads."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsprune.app.report.png import Pixel, data_uri
+from rlsprune.app.report.runs import Layer, Run
+from rlsprune.io.atomic import FileError
+
+__all__ = ["Inputs", "Slice", "draw_inputs", "draw_network", "ranges"]
+
+_HAIR = 1.5  # thousandths: what is narrower is drawn so wide, to be seen
+_MOST_PIXELS = 2**18
+_MOST_DIMENSIONS = 8
+_GONE: Pixel = (214, 69, 65)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A layer's part of the drawing: half widths from the middle, in thousandths of the widest layer."""
+
+    layer: Layer
+    before: float
+    after: float
+    before_next: float | None
+    """Of the layer below, for the edges that lead to it; None for the last."""
+    after_next: float | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Which inputs are read."""
+
+    kept: int
+    total: int
+    image: str | None
+    """The address of a picture, if the inputs are one."""
+    width: int
+    height: int
+    listed: str
+    """Their indices."""
+
+
+def draw_network(layers: Sequence[Layer]) -> list[Slice]:
+    """The layers from the input down, widths to scale."""
+    full = [layer.full_nodes or layer.nodes for layer in layers]
+    widest = max(full, default=0) or 1
+    before = [max(_HAIR, 500 * nodes / widest) for nodes in full]
+    after = [max(_HAIR, 500 * layer.nodes / widest) for layer in layers]
+    below: list[tuple[float | None, float | None]] = [*zip(before[1:], after[1:], strict=True), (None, None)]
+    rows = zip(layers, before, after, below, strict=False)  # without a layer there is none below either
+    return [Slice(layer, was, now, *following) for layer, was, now, following in rows]
+
+
+def draw_inputs(run: Run) -> Inputs | None:
+    """The inputs that the network still reads; None if nothing was pruned of them or the run is not over."""
+    summary = run.summary
+    if summary is None or summary.get("kept_inputs") is None:
+        return None
+    kept = set(summary["kept_inputs"])
+    shape = _shape(run, summary)
+    full = run.layers[0].full_nodes if run.layers else None
+    total = math.prod(shape) if shape else full or max(kept, default=-1) + 1
+    if kept and max(kept) >= total:
+        raise FileError(
+            run.path / "summary.json", f"it keeps input {max(kept)} of {total}", "restore it, or start the run again"
+        )
+    image, width, height = None, 0, 0
+    if len(shape) == 3 and shape[0] == 1 and total <= _MOST_PIXELS:
+        _, height, width = shape
+        image = data_uri(_pixels(kept, _mean(run, summary, total)), width, height)
+    return Inputs(len(kept), total, image, width, height, ranges(sorted(kept)))
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Sorted indices in words: 0–3, 7, 9–10."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in runs)
+
+
+def _shape(run: Run, summary: dict[str, Any]) -> list[int]:
+    shape = summary.get("input_shape") or []
+    sound = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+    if not sound or not all(isinstance(size, int) and 0 < size <= 4096 for size in shape):
+        raise FileError(
+            run.path / "summary.json", f"its input_shape is {shape!r}", "restore it, or start the run again"
+        )
+    return shape
+
+
+def _mean(run: Run, summary: dict[str, Any], total: int) -> bytes:
+    """What to show the inputs on: the mean image, or an even grey."""
+    text = summary.get("mean_input")
+    if text is None:
+        return bytes([96]) * total
+    try:
+        mean = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError, binascii.Error) as error:
+        remedy = "restore it, or start the run again"
+        raise FileError(run.path / "summary.json", f"its mean_input is not base64 ({error})", remedy) from error
+    if len(mean) != total:
+        remedy = "restore it, or start the run again"
+        raise FileError(run.path / "summary.json", f"its mean_input has {len(mean)} of {total} values", remedy)
+    return mean
+
+
+def _pixels(kept: set[int], mean: bytes) -> list[Pixel]:
+    """Ink on paper where an input is read, red where it is not."""
+    brightest = max(mean) or 1
+    pixels = []
+    for index, value in enumerate(mean):
+        paper = 255 - round(200 * value / brightest)
+        pixels.append((paper, paper, paper) if index in kept else _tinted(paper))
+    return pixels
+
+
+def _tinted(paper: int) -> Pixel:
+    red, green, blue = (round(0.75 * part + 0.25 * paper) for part in _GONE)
+    return red, green, blue

@@ -1,0 +1,189 @@
+"""From runs to the page: what its template is given, and the file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+import rlsprune
+from rlsprune.app.report.figures import draw_inputs, draw_network
+from rlsprune.app.report.runs import NUMBERS, Layer, Run, read_runs
+from rlsprune.io.atomic import replacing
+
+__all__ = ["render", "write_report"]
+
+
+def write_report(
+    folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, reload_seconds: int | None = None
+) -> Path:
+    """Writes the page of one run, or of several overlaid, as one HTML file that opens offline.
+
+    Args:
+        folders: The folders of the runs, which may still be going on.
+        out: The file; one that is there is replaced.
+        reload_seconds: How often the open page looks for a newer one; None: never.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileError: A run's file is missing or damaged.
+    """
+    page = render(read_runs(folders), reload_seconds)
+    with replacing(out) as path:
+        path.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold half a character
+    return Path(out)
+
+
+def render(runs: Sequence[Run], reload_seconds: int | None = None) -> str:
+    """The page's text."""
+    script, style = _asset("page.js"), _asset("page.css")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"count": _count, "number": _number, "times": _times}
+    return environment.from_string(_asset("template.html")).render(
+        title=_title(runs),
+        runs=[_view(run) for run in runs],
+        data=[_curves(run) for run in runs],
+        layers=_all_layers(runs),
+        script=Markup(script),
+        style=Markup(style),
+        # Nothing but this very script runs, and nothing is fetched, whatever a run's files hold.
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
+        reload_seconds=reload_seconds,
+        written=datetime.now(UTC).astimezone(),
+        version=rlsprune.__version__,
+    )
+
+
+def _asset(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _title(runs: Sequence[Run]) -> str:
+    subjects = dict.fromkeys(_subject(run) for run in runs)
+    return ", ".join(subjects) if len(runs) == 1 else f"{', '.join(subjects)}: {len(runs)} runs"
+
+
+def _subject(run: Run) -> str:
+    return str(run.config.get("experiment") or run.label)
+
+
+def _view(run: Run) -> dict[str, Any]:
+    """What the template shows of a run."""
+    summary = run.summary or {}
+    last = run.metrics[-1] if run.metrics else dict.fromkeys(NUMBERS)
+    first_prune = next((event for event in run.events if event["kind"] == "prune"), None)
+    unpruned_ms, pruned_ms = summary.get("latency_unpruned_ms"), summary.get("latency_ms")
+    layers = run.layers
+    return {
+        "label": run.label,
+        "about": " · ".join(_about(run)),
+        "path": str(run.path),
+        "finished": run.summary is not None,
+        "done": len(run.metrics),
+        "epochs": run.epochs,
+        "smaller": _ratio(100, last["weights_percent"]),
+        "weights_percent": last["weights_percent"],
+        "nodes_percent": last["nodes_percent"],
+        "cheaper": _ratio(100, last["flops_percent"]),
+        "flops_percent": last["flops_percent"],
+        "faster": _ratio(unpruned_ms, pruned_ms),
+        "unpruned_ms": unpruned_ms,
+        "pruned_ms": pruned_ms,
+        "latency_batch": summary.get("latency_batch"),
+        "precision": summary.get("precision", last["precision"]),
+        "loss": summary.get("loss", last["test_loss"]),
+        "precision_before": first_prune and first_prune["precision_before"],
+        "first_prune": first_prune and first_prune["epoch"],
+        "seconds": sum(line["seconds"] or 0 for line in run.metrics),
+        "prunes": sum(event["kind"] == "prune" for event in run.events),
+        "events": [event | {"text": _describe(event)} for event in run.events],
+        "layers": {layer.name: layer for layer in layers},
+        "total": _total(layers),
+        "network": draw_network(layers),
+        "inputs": draw_inputs(run),
+        "health": summary.get("health"),
+        "config": list(_flat(run.config)),
+        "environment": list(_flat(run.environment)),
+    }
+
+
+def _about(run: Run) -> Iterator[str]:
+    config = run.config
+    for name in ("method", "optimizer"):
+        if config.get(name):
+            yield f"{name} {config[name]}"
+    if config.get("seed") is not None:
+        yield f"seed {config['seed']}"
+
+
+def _total(layers: Sequence[Layer]) -> dict[str, int | None]:
+    def sums(name: str) -> int | None:
+        values = [getattr(layer, name) for layer in layers]
+        return None if None in values else sum(values)
+
+    return {name: sums(name) for name in ("nodes", "weights", "full_nodes", "full_weights")}
+
+
+def _all_layers(runs: Sequence[Run]) -> dict[str, Layer]:
+    """By name, each of the first run that has it."""
+    return {layer.name: layer for run in reversed(runs) for layer in run.layers}
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    """What the page's script draws of a run."""
+    seconds = list(itertools.accumulate(line["seconds"] or 0 for line in run.metrics))
+    names = list(dict.fromkeys(layer.name for line in run.metrics for layer in line["layers"]))
+    shares = [{layer.name: layer.nodes_percent for layer in line["layers"]} for line in run.metrics]
+    return {
+        "label": run.label,
+        "epoch": [line["epoch"] for line in run.metrics],
+        "time": [round(second, 2) for second in seconds],
+        "series": {name: [_short(line[name]) for line in run.metrics] for name in NUMBERS if name != "seconds"},
+        "layers": [{"name": name, "values": [_short(share.get(name)) for share in shares]} for name in names],
+        "events": [{"epoch": event["epoch"], "kind": event["kind"], "text": _describe(event)} for event in run.events],
+    }
+
+
+def _describe(event: Mapping[str, Any]) -> str:
+    changes = [f"{name} {before} → {after}" for name, before, after in event["layers"] if before != after]
+    return ", ".join(changes) or "weights set to zero"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", "–" if value is None else str(value)
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits: more than a curve shows, and a smaller page."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else f"{value:{form}}"
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×" if value < 10 else f"{value:.1f}×"

@@ -1,0 +1,210 @@
+"""Reads what a page shows out of a run's folder, and refuses what is damaged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.io.atomic import FileError
+
+__all__ = ["NUMBERS", "Layer", "Run", "read_runs"]
+
+NUMBERS = (
+    "train_loss",
+    "test_loss",
+    "gate_loss",
+    "gate_level",
+    "precision",
+    "nodes_percent",
+    "weights_percent",
+    "flops_percent",
+    "seconds",
+)
+"""What an epoch's line may tell."""
+
+_LARGEST = 1e100  # of a number; beyond it arithmetic overflows
+_MOST = 2**63  # of a count
+_REMEDY = "restore it, or start the run again"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's nodes and weights, at full size and now; None where the files do not tell."""
+
+    name: str
+    nodes: int
+    weights: int
+    nodes_percent: float
+    weights_percent: float
+
+    @property
+    def full_nodes(self) -> int | None:
+        """Before anything was pruned."""
+        return _whole(self.nodes, self.nodes_percent)
+
+    @property
+    def full_weights(self) -> int | None:
+        """Before anything was pruned."""
+        return _whole(self.weights, self.weights_percent)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as far as it has come."""
+
+    path: Path
+    label: str
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    """Per epoch: `epoch`, `NUMBERS` (None if unknown) and `layers`."""
+    events: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    """None while the run goes on."""
+    environment: dict[str, Any]
+
+    @property
+    def layers(self) -> list[Layer]:
+        """What is left of the layers now; empty if no epoch is done yet."""
+        if self.summary is not None:
+            return [Layer(**row) for row in self.summary["layers"]]
+        return self.metrics[-1]["layers"] if self.metrics else []
+
+    @property
+    def epochs(self) -> int | None:
+        """How many there will be."""
+        planned = self.config.get("epochs")
+        return planned if isinstance(planned, int) else None
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Reads the folders of runs, finished or not.
+
+    Raises:
+        FileError: A file is missing or damaged.
+        ValueError: No folder, or one twice.
+    """
+    paths = [Path(folder) for folder in folders]
+    if not paths:
+        raise ValueError("there is no run to report: give the folders of one or more runs")
+    for path in paths:
+        if sum(path.resolve() == other.resolve() for other in paths) > 1:
+            raise ValueError(f"{path} is given twice: give each run once")
+    names = [path.resolve().name for path in paths]
+    labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
+    return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def _read(path: Path, label: str) -> Run:
+    folder = RunFolder(path)
+    config = folder.read_json("config")
+    # A run writes its config first, and the others after its data are loaded.
+    lines = {name: _lines(folder, name) for name in ("metrics", "events")}
+    environment = folder.read_json("environment") if (path / "environment.json").is_file() else {}
+    summary = folder.read_json("summary") if folder.finished else None
+    if summary is not None:
+        _check_summary(path / "summary.json", summary)
+    metrics = [_epoch(path / "metrics.jsonl", number, line) for number, line in enumerate(lines["metrics"], 1)]
+    events = [_event(path / "events.jsonl", number, line) for number, line in enumerate(lines["events"], 1)]
+    return Run(path, label, config, metrics, events, summary, environment)
+
+
+def _lines(folder: RunFolder, name: str) -> list[dict[str, Any]]:
+    missing = not (folder.path / f"{name}.jsonl").exists()
+    return [] if missing and not folder.finished else folder.read_lines(name)
+
+
+def _epoch(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
+    where = f"line {number}"
+    if line.get("epoch") != number:
+        raise FileError(path, f"{where} has epoch {line.get('epoch')!r}, not {number}", _REMEDY)
+    numbers = {name: _number(path, where, line, name) for name in NUMBERS}
+    return {"epoch": number, **numbers, "layers": _layers(path, where, line.get("layers", []))}
+
+
+def _event(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
+    where = f"line {number}"
+    _check_counts(path, where, line, ("epoch",))
+    numbers = ("loss", "precision_before", "precision_after", "epochs_to_recover")
+    layers = line.get("layers", [])
+    for layer in _check_rows(path, where, layers):
+        _check_counts(path, where, layer, ("before", "after"))
+    kind = "roll-back" if line.get("kind") == "roll-back" else "prune"
+    return {
+        "epoch": line["epoch"],
+        "kind": kind,
+        **{name: _number(path, where, line, name) for name in numbers},
+        "layers": [(layer["name"], layer["before"], layer["after"]) for layer in layers],
+    }
+
+
+def _check_summary(path: Path, summary: dict[str, Any]) -> None:
+    for name in ("precision", "loss", "latency_ms", "latency_unpruned_ms", "latency_batch"):
+        summary[name] = _number(path, "it", summary, name)
+    rows = _layers(path, "it", summary.get("layers", []))
+    summary["layers"] = [vars(row) for row in rows]
+    kept = summary.get("kept_inputs")
+    if kept is not None and not (isinstance(kept, list) and all(_is_count(index) for index in kept)):
+        raise FileError(path, "its kept_inputs are not a list of indices", _REMEDY)
+    health = summary.get("health")
+    for row in _check_rows(path, "health", [] if health is None else health):
+        for name in ("smallest_eigenvalue", "largest_eigenvalue", "trace", "asymmetry"):
+            row[name] = _number(path, "health", row, name)
+        _check_counts(path, "health", row, ("inputs",))
+        row["healthy"] = row.get("healthy") is True
+
+
+def _layers(path: Path, where: str, rows: Any) -> list[Layer]:
+    for row in _check_rows(path, where, rows):
+        _check_counts(path, where, row, ("nodes", "weights"))
+    return [
+        Layer(
+            row["name"],
+            row["nodes"],
+            row["weights"],
+            _number(path, where, row, "nodes_percent") or 0.0,
+            _number(path, where, row, "weights_percent") or 0.0,
+        )
+        for row in rows
+    ]
+
+
+def _check_rows(path: Path, where: str, rows: Any) -> list[dict[str, Any]]:
+    """Objects with a name."""
+    if not isinstance(rows, list) or not all(map(_has_name, rows)):
+        raise FileError(path, f"{where} has layers that are not a list of objects with a name", _REMEDY)
+    return rows
+
+
+def _has_name(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("name"), str)
+
+
+def _check_counts(path: Path, where: str, values: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if not _is_count(values.get(name)):
+            raise FileError(path, f"{where} has {name} {values.get(name)!r}, which is no count", _REMEDY)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+
+
+def _number(path: Path, where: str, values: Mapping[str, Any], name: str) -> float | None:
+    """A number, or None if it is not finite or absurd."""
+    value = values.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FileError(path, f"{where} has {name} {value!r}, which is no number", _REMEDY)
+    return value if abs(value) <= _LARGEST else None
+
+
+def _whole(part: int, percentage: float) -> int | None:
+    if percentage:
+        whole = 100 * part / percentage
+        return round(whole) if abs(whole) <= _MOST else None
+    return 0 if not part else None

@@ -1,0 +1,55 @@
+"""Keeps a page up to date while its runs go on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rlsprune.app.report.page import write_report
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.io.atomic import FileError
+
+__all__ = ["watch"]
+
+_FILES = ("config.json", "metrics.jsonl", "events.jsonl", "summary.json")
+
+
+def watch(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], every: float = 2.0) -> None:
+    """Writes the page anew whenever a run has news, until all runs are finished.
+
+    However it ends, by the runs' end, by Ctrl-C or by an error, the page that stays does not reload itself any more.
+
+    Args:
+        folders: The folders of the runs.
+        out: The page's file.
+        every: Seconds between two looks at the folders.
+
+    Raises:
+        FileError: A run's file is missing or damaged.
+    """
+    reload_seconds = max(1, round(every))
+    seen: list[tuple[int, int] | None] = []
+    try:
+        while not all(RunFolder(folder).finished for folder in folders):
+            stamps = [_stamp(Path(folder) / name) for folder in folders for name in _FILES]
+            if stamps != seen:
+                write_report(folders, out, reload_seconds=reload_seconds)
+                seen = stamps
+            time.sleep(every)
+    except BaseException:
+        if seen:
+            with suppress(FileError, OSError):  # what ends it is the error that is told
+                write_report(folders, out)
+        raise
+    write_report(folders, out)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,136 @@
+"""A run's checkpoints: the last two, with checksums; a damaged one is set aside and the one before is used."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlsprune.io import modelfile
+from rlsprune.io.atomic import FileError, flush, make_folder, storing
+from rlsprune.io.state import load_state, save_state
+
+__all__ = ["Checkpoints"]
+
+_KEPT = 2  # the newest, and one more in case the disk loses it
+_NAME = re.compile(r"epoch-(\d{6,12})")
+_MODEL, _STATE = "model.safetensors", "state.safetensors"
+
+
+class Checkpoints:
+    """The checkpoints in a folder.
+
+    A checkpoint is a folder that is written under another name, flushed to the disk and renamed when it is complete, so
+    that one that has its name is whole. Their order is that of the epochs: no clock is asked.
+
+    Args:
+        path: The folder; it need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def save(self, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Writes the checkpoint of an epoch and removes those that are no longer needed.
+
+        Args:
+            epoch: The number of epochs done.
+            model: In the shape it has.
+            state: Plain containers and tensors.
+
+        Raises:
+            StorageError: The disk did not take it; the checkpoints before are intact.
+        """
+        final, temporary = self.path / f"epoch-{epoch:06d}", self.path / ".writing"
+        with storing(final):
+            make_folder(self.path)
+            self._remove(temporary)
+            try:
+                make_folder(temporary)
+                modelfile.save(model, temporary / _MODEL)
+                save_state(temporary / _STATE, state)
+                self._remove(final)
+                temporary.rename(final)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint is of no use and may fill the disk
+                raise
+            flush(self.path)
+            self._remove_all_but(_KEPT)
+
+    def load(self, into: nn.Module) -> tuple[int, dict[str, Any]] | None:
+        """Loads the newest checkpoint that is sound.
+
+        Those after it are renamed, with a warning that says what is wrong with them.
+
+        Args:
+            into: A fresh, unpruned model; it takes the checkpoint's shape and weights.
+
+        Returns:
+            The number of epochs done and the state, or None if there is no checkpoint.
+
+        Raises:
+            FileError: There are checkpoints, and none is sound. Nothing has been renamed.
+        """
+        damaged: list[tuple[Path, Exception]] = []
+        for epoch, path in reversed(self._found()):
+            try:
+                state = load_state(path / _STATE)
+                modelfile.load(path / _MODEL, into)
+            except (FileError, OSError) as error:
+                damaged.append((path, error))
+                continue
+            for bad, reason in damaged:
+                aside = self._set_aside(bad, "damaged")
+                warnings.warn(
+                    f"the checkpoint {bad} is damaged ({reason}): it was set aside as {aside.name}, and the run goes "
+                    f"on from {path.name}",
+                    stacklevel=4,
+                )
+            return epoch, state
+        if damaged:
+            path, reason = damaged[0]
+            remedy = f"delete the folder {self.path} to start the run again from the beginning"
+            raise FileError(path, f"the checkpoint cannot be used ({reason}), and there is no sound one before", remedy)
+        return None
+
+    def keep_newest(self) -> None:
+        """Removes all but the newest: the run is over."""
+        with storing(self.path):
+            self._remove_all_but(1)
+
+    def set_newest_aside(self) -> None:
+        """The network in it turned out to be spoilt: the run is to go on from the one before."""
+        for _, path in self._found()[-1:]:
+            self._set_aside(path, "spoilt")
+
+    def _found(self) -> list[tuple[int, Path]]:
+        names = (path.name for path in self.path.iterdir()) if self.path.is_dir() else ()
+        return sorted((int(match[1]), self.path / match[0]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def _set_aside(self, path: Path, prefix: str) -> Path:
+        """Gives it another name, under which it does not count."""
+        taken = {other.name for other in self.path.iterdir()}
+        names = (f"{prefix}-{path.name}" + (f"-{number}" if number else "") for number in range(len(taken) + 1))
+        aside = self.path / next(name for name in names if name not in taken)
+        with storing(path):
+            path.rename(aside)
+            flush(self.path)
+        return aside
+
+    def _remove_all_but(self, kept: int) -> None:
+        for _, old in self._found()[:-kept]:
+            self._remove(old)
+
+    def _remove(self, path: Path) -> None:
+        """Takes the name away first: what is being removed does not count as a checkpoint any more."""
+        doomed = self.path / ".removing"
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        if path.exists():
+            path.rename(doomed)
+            shutil.rmtree(doomed)

@@ -1,0 +1,366 @@
+"""One run from beginning to end, or on from where it was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlsprune.app.data.datasets import Split, stratified_choice
+from rlsprune.app.run.counting import count_retained, percent
+from rlsprune.app.run.determinism import deterministic
+from rlsprune.app.run.environment import describe_environment
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.method import Retained
+from rlsprune.app.run.observer import Observer
+from rlsprune.app.run.recipe import Recipe
+from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, tail, total_percent
+from rlsprune.app.run.share import Share
+from rlsprune.distributed.ranks import find_ranks
+from rlsprune.io.atomic import FileError
+from rlsprune.model.cost import count, latency
+from rlsprune.model.selector import kept_inputs
+from rlsprune.prune.event import PruneEvent
+from rlsprune.training.average import MovingAverage
+from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
+from rlsprune.training.loop import EpochLoss, Evaluation, evaluate, train_epoch
+
+__all__ = ["Run", "train_and_prune"]
+
+_WEIGHED = 512  # held-out images that tell what cutting a layer costs
+
+
+def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
+    """Trains and prunes as the recipe says; goes on from the folder's last checkpoint if it has one.
+
+    Args:
+        recipe: The run.
+        folder: Where its files go.
+        observer: Who is told about it.
+
+    Returns:
+        The summary, as in the folder's summary.json.
+
+    Raises:
+        FaultError: A numerical fault, unless `on_fault` says to go on. The run is saved up to the epoch before.
+        InUseError: Another process runs in that folder.
+        StorageError: The disk did not take something. What was there before is intact, and the run can be resumed.
+    """
+    with folder.locked(), deterministic() if recipe.deterministic else contextlib.nullcontext():
+        return _train_and_prune(recipe, folder, observer or Observer())
+
+
+def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> dict[str, Any]:
+    torch.set_num_threads(recipe.threads)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    current = Run(recipe, folder)  # a network that cannot be pruned leaves no run behind
+    folder.write_json("config", recipe.config)
+    folder.write_json("environment", describe_environment())
+    try:
+        observer.start(recipe.config, current.done, recipe.epochs, len(current.batches))
+        observer.network(current.result, current.layers(), current.record.metrics)
+        while current.done < recipe.epochs:
+            try:
+                current.epoch(observer)
+            except FloatingPointError as error:
+                current = current.after_fault(error)
+                observer.network(current.result, current.layers(), current.record.metrics)
+    finally:
+        observer.close()
+    summary = current.share.by_first(current.summary)
+    folder.save_model(current.result, {"config": dict(recipe.config), "events": current.record.events})
+    folder.write_json("summary", summary)
+    folder.drop_old_checkpoints()
+    observer.end(summary)
+    return summary
+
+
+@dataclass(frozen=True)
+class _Unpruned:
+    """What the percentages are of."""
+
+    counts: dict[str, Retained]
+    flops: int
+
+
+class Run:
+    """A run's live objects.
+
+    Args:
+        recipe: Its parts.
+        folder: With the checkpoint to go on from, if there is one.
+        faults: What has gone wrong before; each roll-back among them halves the step.
+    """
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, faults: Sequence[dict[str, Any]] = ()) -> None:
+        self.recipe, self.folder, self.record, self.done = recipe, folder, Record(), 0
+        self.share = Share(find_ranks())
+        self.data = recipe.data
+        self.batches = recipe.training_batches(
+            self.data.train, torch.Generator().manual_seed(recipe.seed), len(self.data.train)
+        )
+        self.example = recipe.example()
+        device = self.example.device
+        self._generator = None if device.type == "cpu" else torch.get_device_module(device)
+        self.model = recipe.build_model()
+        self.unpruned = _Unpruned(count_retained(self.model, self.example), self._flops())
+        saved = self._load_checkpoint()
+        if saved is None:
+            recipe.prepare(self.model)
+        recipe.in_layout(self.model)
+        steps = recipe.training.average * len(self.batches)
+        self._average = MovingAverage(self.model, steps) if steps else None
+        self.guard = Guard(self.model, recipe.on_fault, alone=self.share.ranks is None)
+        self.optimizer = recipe.build_optimizer(self.model)
+        self.scheduler = LambdaLR(self.optimizer, self._lr_factor)
+        self.method = recipe.build_method(self.model, self.optimizer, self.example)
+        if self._average is not None:
+            self.method.follow(self._average.network)
+        if self.data.valid is not None:
+            self.method.weigh_by(self._held_out_loss)
+        if saved is not None:
+            with _fitting(folder):
+                self._restore(*saved)
+        if faults:
+            self._shorten_step(faults)
+        self.network = self.share.wrapped(self.model)
+        self._write_lines()
+
+    def epoch(self, observer: Observer) -> None:
+        """Trains one epoch, prunes perhaps, and leaves a checkpoint."""
+        started, epoch = time.perf_counter(), self.done + 1
+        if self.method.settled and self.data.valid is not None:
+            self._reunite()
+
+        events = self.record.events
+        self.guard.start_epoch(epoch, after_prune=bool(events) and events[-1]["epoch"] == self.done)
+
+        def on_batch(number: int, loss: Tensor) -> None:
+            self.scheduler.step()
+            if self._average is not None:
+                self._average.update(self.model)
+            observer.batch(number, loss)
+
+        losses = train_epoch(
+            self.network,
+            self.optimizer,
+            self.batches,
+            self.recipe.loss,
+            self.method,
+            on_batch,
+            self.share,
+            self.guard,
+        )
+        for network in dict.fromkeys((self.model, self.result)):
+            self.share.align(network)
+        gate_loss = self._gate_loss(losses)
+        if gate_loss is not None:
+            self.guard.epoch_loss("gate's", gate_loss)
+        test = self._evaluate(self.data.test)
+        event = None if gate_loss is None else self.method.end_epoch(epoch, gate_loss)
+        test = self._note(epoch, event, test, observer)
+        if epoch == self.recipe.epochs:
+            test = self._note(epoch, self.method.finish(), test, observer)
+        self.guard.epoch_loss("test", test.loss)
+        counts = dict(self.method.retained())
+        nodes_percent, weights_percent = total_percent(counts, self.unpruned.counts)
+        self.record.add_epoch(
+            {
+                "epoch": epoch,
+                "train_loss": losses.mean,
+                "gate_loss": gate_loss,
+                "test_loss": test.loss,
+                "precision": test.precision,
+                "nodes_percent": nodes_percent,
+                "weights_percent": weights_percent,
+                "flops_percent": percent(self._flops(), self.unpruned.flops),
+                "seconds": time.perf_counter() - started,
+                "gate_level": self.method.gate_level(),
+                "layers": layer_rows(counts, self.unpruned.counts),
+            }
+        )
+        self.done = epoch
+        self.share.changed(self.network)
+        self.share.verify(self.model, self.result, self.optimizer)
+        self.folder.save_checkpoint(epoch, self.model, self._state())
+        self._write_lines()
+        observer.epoch(self.record.metrics[-1], counts)
+
+    def after_fault(self, error: FloatingPointError) -> Run:
+        """The run as it was at its last checkpoint, or before the prune if it has just been pruned, with half the step.
+
+        Raises:
+            FaultError: The run is to stop, or was rolled back too often already.
+        """
+        faults = self.guard.noted(error)
+        self.folder.write_lines("faults", faults)
+        rolled_back = rollbacks(faults)
+        if self.recipe.on_fault != "rollback" or rolled_back > MAX_ROLLBACKS:
+            tried = f", and {MAX_ROLLBACKS} roll-backs did not help" if rolled_back else ""
+            where = f"{self.folder.path} is saved up to epoch {self.done}{tried}"
+            raise FaultError(str(error), where, "resume it, perhaps with another --on-fault") from error
+        if self.guard.after_prune:
+            self.folder.set_checkpoint_aside()  # it has the pruned network, which may be what is wrong
+        earlier = Run(self.recipe, self.folder, faults)
+        warnings.warn(f"{error}; back to epoch {earlier.done} with {0.5**rolled_back:g} of the step", stacklevel=2)
+        return earlier
+
+    @property
+    def result(self) -> nn.Module:
+        """The network that is evaluated and kept: the one that is trained, or the moving average of it."""
+        return self.model if self._average is None else self._average.network
+
+    def layers(self) -> list[dict[str, Any]]:
+        """What is left of every layer."""
+        return layer_rows(self.method.retained(), self.unpruned.counts)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in a few numbers."""
+        metrics, events = self.record.metrics, self.record.events
+        last, final = tail(metrics, events), metrics[-1]
+        kept = _kept_inputs(self.model)
+        images = self.recipe.example(min(self.recipe.batch_size, len(self.data.train)))
+        # Both now, one after the other: other work on the machine then slows them alike.
+        unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
+        latency_ms, spread = latency(self.model, images)
+        return {
+            **self.recipe.title,
+            "epochs": self.recipe.epochs,
+            "precision": statistics.fmean(line["precision"] for line in last),
+            "loss": statistics.fmean(line["test_loss"] for line in last),
+            "final_precision": final["precision"],
+            "nodes_percent": final["nodes_percent"],
+            "weights_percent": final["weights_percent"],
+            "flops_percent": final["flops_percent"],
+            "latency_ms": latency_ms,
+            "latency_iqr_ms": spread,
+            "latency_unpruned_ms": unpruned_ms,
+            "latency_batch": len(images),
+            "seconds": sum(line["seconds"] for line in metrics),
+            "events": sum(event["kind"] == "prune" for event in events),
+            "missed_target": self.method.missed_target(),
+            "kept_inputs": kept,
+            "input_shape": list(self.data.shape),
+            "mean_input": None if kept is None else mean_image(self.data.test.images),
+            "layers": self.layers(),
+            "health": health_rows(self.optimizer),
+        }
+
+    def _note(self, epoch: int, event: PruneEvent | None, before: Evaluation, observer: Observer) -> Evaluation:
+        """Evaluates again if something was pruned."""
+        if event is None:
+            return before
+        after = self._evaluate(self.data.test)
+        observer.event(self.record.add_event(epoch, event, before, after))
+        return after
+
+    def _gate_loss(self, losses: EpochLoss) -> float | None:
+        """What decides on the next prune; None when there is none to decide on."""
+        if self.recipe.gate == "valid":
+            return None if self.data.valid is None else self._evaluate(self.data.valid).loss
+        return losses.mean if self.recipe.gate == "train" else losses.last
+
+    def _held_out_loss(self) -> float:
+        """On not too many images, of every class: it is asked for many times in a row."""
+        valid = self.data.valid
+        assert valid is not None
+        return self._evaluate(valid.select(stratified_choice(valid.labels, min(_WEIGHED, len(valid)), seed=0))).loss
+
+    def _reunite(self) -> None:
+        """From now on trains on the held-out images too, in epochs of as many images as before."""
+        held_in = len(self.data.train)
+        self.data = self.data.reunite()
+        self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
+
+    def _evaluate(self, split: Split) -> Evaluation:
+        return evaluate(self.result, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
+
+    def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""
+        ranks = self.share.ranks
+        if ranks is not None and ranks.rank > 0:
+            ranks.gather(None)
+        saved = self.folder.load_checkpoint(into=self.model)
+        if ranks is not None:
+            if ranks.rank == 0:
+                ranks.gather(None)
+            ranks.agree("the epoch to go on from", None if saved is None else saved[0])
+        return saved
+
+    def _lr_factor(self, step: int) -> float:
+        """Of the learning rate, at a step counted from the beginning of the run."""
+        steps = self.recipe.epochs * len(self.batches)
+        falling = self.recipe.training.lr_decay * steps
+        scale = 0.5 ** rollbacks(self.guard.faults)
+        return scale * min(1.0, (steps - step) / falling) if falling else scale
+
+    def _shorten_step(self, faults: Sequence[dict[str, Any]]) -> None:
+        """For the step that comes next; those after it get theirs from `_lr_factor`."""
+        missing = rollbacks(faults) - rollbacks(self.guard.faults)
+        self.guard.faults = list(faults)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5**missing
+
+    def _flops(self) -> int:
+        return count(self.model, self.example)[1]
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "average": None if self._average is None else self._average.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "method": self.method.state_dict(),
+            "batches": self.batches.state_dict(),
+            "record": self.record.state_dict(),
+            "guard": self.guard.state_dict(),
+            "random": torch.get_rng_state(),
+            "device_random": None if self._generator is None else self._generator.get_rng_state(),
+        }
+
+    def _restore(self, epoch: int, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.method.load_state_dict(state["method"])
+        self.batches.load_state_dict(state["batches"])
+        self.record.load_state_dict(state["record"])
+        self.guard.load_state_dict(state["guard"])
+        torch.set_rng_state(state["random"])
+        # A run that goes on on another kind of device draws its dropout, say, from there anew.
+        if self._generator is not None and state.get("device_random") is not None:
+            self._generator.set_rng_state(state["device_random"])
+        self.done = epoch
+
+    def _write_lines(self) -> None:
+        self.folder.write_lines("metrics", self.record.metrics)
+        self.folder.write_lines("events", self.record.events)
+        if self.guard.faults:
+            self.folder.write_lines("faults", self.guard.faults)
+
+
+@contextlib.contextmanager
+def _fitting(folder: RunFolder) -> Iterator[None]:
+    """A state with sound checksums may still be of another run, or made up: one error for all that can be wrong."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        problem = f"its checkpoint does not fit this run ({type(error).__name__}: {error})"
+        raise FileError(folder.path, problem, "resume it with the version and settings that wrote it") from error
+
+
+def _kept_inputs(model: nn.Module) -> list[int] | None:
+    for layer in model.modules():
+        kept = kept_inputs(layer)
+        if kept is not None:
+            return [int(index) for index in kept]
+    return None

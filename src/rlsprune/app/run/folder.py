@@ -1,0 +1,177 @@
+"""The folder of a run: small JSON files, the model, and checkpoints to go on from.
+
+Every file is written beside its place, flushed to the disk and renamed, so that a run that is killed at any moment
+leaves a folder that can be read and resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlsprune.app.run.checkpoints import Checkpoints
+from rlsprune.io import modelfile
+from rlsprune.io.atomic import FileError, make_folder, read_text, replacing, storing
+from rlsprune.io.lock import exclusive
+
+__all__ = ["FollowedFolder", "RunFolder"]
+
+_HALF_WRITTEN = re.compile(
+    r"\.(config|environment|metrics|events|faults|summary|model)\.[0-9a-f]{12}\.(jsonl?|safetensors)"
+)
+
+
+class RunFolder:
+    """A run's files.
+
+    Args:
+        path: The folder; it need not exist yet.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._checkpoints = Checkpoints(self.path / "checkpoint")
+
+    @property
+    def model(self) -> Path:
+        """The final model."""
+        return self.path / "model.safetensors"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end: the summary is written last."""
+        return (self.path / "summary.json").is_file()
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a run in the folder."""
+        return (self.path / "config.json").is_file()
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes `name`.json."""
+        self._write(f"{name}.json", json.dumps(content, indent=2) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Reads `name`.json.
+
+        Raises:
+            FileError: It is missing or damaged.
+        """
+        return self._parse(f"{name}.json", self._read(f"{name}.json"))
+
+    def write_lines(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Writes `name`.jsonl, all of it: no line is ever doubled or cut."""
+        self._write(f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+    def read_lines(self, name: str) -> list[dict[str, Any]]:
+        """Reads `name`.jsonl.
+
+        Raises:
+            FileError: It is missing or damaged.
+        """
+        # Not splitlines(): it splits at more characters than those that end a line of JSON.
+        return [self._parse(f"{name}.jsonl", line) for line in self._read(f"{name}.jsonl").split("\n") if line]
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps every other process from running in this folder while the block runs.
+
+        Raises:
+            InUseError: One does so already; the message says which.
+            StorageError: The folder cannot be written to.
+        """
+        with contextlib.ExitStack() as held:
+            with storing(self.path):
+                make_folder(self.path)
+                held.enter_context(exclusive(self.path / ".lock"))
+                for path in self.path.iterdir():
+                    if _HALF_WRITTEN.fullmatch(path.name):  # by a run that was killed
+                        path.unlink()
+            yield
+
+    def save_checkpoint(self, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Writes a checkpoint of an epoch and removes those that are no longer needed.
+
+        Args:
+            epoch: The number of epochs done.
+            model: In the shape it has.
+            state: Plain containers and tensors.
+
+        Raises:
+            StorageError: The disk did not take it; the checkpoints before are intact.
+        """
+        self._checkpoints.save(epoch, model, state)
+
+    def load_checkpoint(self, into: nn.Module) -> tuple[int, dict[str, Any]] | None:
+        """Loads the newest sound checkpoint; damaged ones after it are set aside, with a warning.
+
+        Args:
+            into: A fresh, unpruned model; it takes the checkpoint's shape and weights.
+
+        Returns:
+            The number of epochs done and the state, or None if there is no checkpoint.
+
+        Raises:
+            FileError: There are checkpoints, and none is sound.
+        """
+        return self._checkpoints.load(into)
+
+    def save_model(self, model: nn.Module, metadata: Mapping[str, Any]) -> None:
+        """Writes the final model."""
+        with storing(self.model):
+            modelfile.save(model, self.model, metadata=metadata)
+
+    def set_checkpoint_aside(self) -> None:
+        """Renames the newest: the network in it turned out to be spoilt, and the one before is to be used."""
+        self._checkpoints.set_newest_aside()
+
+    def drop_old_checkpoints(self) -> None:
+        """Keeps only the newest: the run is over."""
+        self._checkpoints.keep_newest()
+
+    def _write(self, name: str, text: str) -> None:
+        with storing(self.path / name):
+            make_folder(self.path)
+            with replacing(self.path / name) as path:
+                path.write_text(text, encoding="utf-8")
+
+    def _read(self, name: str) -> str:
+        return read_text(self.path / name, "give the folder of a run, as `rlsprune run` makes it")
+
+    def _parse(self, name: str, text: str) -> dict[str, Any]:
+        remedy = "restore it, or start the run again"
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FileError(self.path / name, f"it is not JSON ({error})", remedy) from error
+        if not isinstance(content, dict):
+            raise FileError(self.path / name, "it holds no JSON object", remedy)
+        return content
+
+
+class FollowedFolder(RunFolder):
+    """A folder that another process of the same run writes: this one reads it and leaves all writing to that one."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The other process holds the lock."""
+        yield
+
+    def save_checkpoint(self, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def save_model(self, model: nn.Module, metadata: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def drop_old_checkpoints(self) -> None:
+        """Nothing."""
+
+    def _write(self, name: str, text: str) -> None:
+        """Nothing."""

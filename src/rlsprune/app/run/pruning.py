@@ -1,0 +1,97 @@
+"""Our own pruning method as a run drives it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlsprune.app.config.settings import PruningSettings
+from rlsprune.app.run.unpruned import NoPruning
+from rlsprune.prune.event import PruneEvent
+from rlsprune.prune.pruner import Pruner
+
+__all__ = ["RLSPruning"]
+
+
+class RLSPruning(NoPruning):
+    """`rlsprune.Pruner` with a run's settings, left in peace towards the end of the run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example_inputs: Tensor,
+        settings: PruningSettings,
+        epochs: int,
+        warmup_epochs: int,
+    ) -> None:
+        super().__init__(model, example_inputs)
+        self._reunite, self._target, self._spread = settings.reunite, settings.target, settings.spread
+        # However short the run, it prunes once.
+        self._last_prune = max(warmup_epochs + 1, epochs - math.ceil(epochs * settings.settle))
+        self.pruner = Pruner(
+            model,
+            optimizer,
+            example_inputs,
+            ratio=settings.ratio,
+            warmup_epochs=warmup_epochs,
+            criterion=settings.criterion,
+            compensate=settings.compensate,
+            inverse=settings.inverse,
+            statistics=settings.statistics,
+            patience=settings.patience,
+            target=None if settings.target is None else {"params": settings.target},
+            tolerance=settings.tolerance,
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether pruning has ended with a network that recovered."""
+        return self._reunite and self.pruner.done and self.pruner.recovered
+
+    def follow(self, copy: nn.Module) -> None:
+        """The pruner prunes it alike, and refits it by itself."""
+        self.pruner.follow(copy)
+
+    def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
+        """The pruner spreads its events by it, if the settings say so."""
+        if self._spread:
+            self.pruner.evaluate = held_out_loss
+
+    def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
+        """Prunes if the gate is open, or rolls back if it stayed shut for too long."""
+        seen = len(self.pruner.history)
+        if epoch > self._last_prune:
+            self.pruner.done = True  # steps still tell it whether the network has recovered
+        self.pruner.step(loss)
+        return self._newest(seen)
+
+    def finish(self) -> PruneEvent | None:
+        """Goes back to the last network that had recovered, if this one has not."""
+        seen = len(self.pruner.history)
+        self.pruner.finish()
+        return self._newest(seen)
+
+    def gate_level(self) -> float | None:
+        """The pruner's, from its first prune on, until the network is settled."""
+        level = self.pruner.gate_level
+        return None if self.settled or math.isinf(level) else level
+
+    def missed_target(self) -> float | None:
+        """The run's target, unless it is reached."""
+        return None if self.pruner.target_reached else self._target
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pruner's."""
+        return self.pruner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The pruner's."""
+        self.pruner.load_state_dict(state)
+
+    def _newest(self, seen: int) -> PruneEvent | None:
+        return self.pruner.history[-1] if len(self.pruner.history) > seen else None

@@ -1,0 +1,88 @@
+"""One process's part of a training that several do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from rlsprune.distributed.ddp import rebuild
+from rlsprune.distributed.fingerprint import fingerprint
+from rlsprune.distributed.ranks import Ranks
+
+__all__ = ["Share"]
+
+T = TypeVar("T")
+
+
+class Share:
+    """What is this process's to do, and how results are put together; alone, that is everything.
+
+    Args:
+        ranks: The processes, or None.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks
+
+    def of_batch(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, float]:
+        """This rank's part of a batch, and the weight of its mean loss in the mean over the ranks.
+
+        A batch of fewer than two images a rank is everybody's: batch norm cannot train on one.
+        """
+        if self.ranks is None or len(labels) < 2 * self.ranks.size:
+            return inputs, labels, 1.0
+        own = labels.tensor_split(self.ranks.size)[self.ranks.rank]
+        weight = len(own) * self.ranks.size / len(labels)
+        return inputs.tensor_split(self.ranks.size)[self.ranks.rank], own, weight
+
+    def of_batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """Every so many-th batch."""
+        return iter(batches) if self.ranks is None else islice(batches, self.ranks.rank, None, self.ranks.size)
+
+    def totals(self, values: list[float]) -> list[float]:
+        """Each value summed over the ranks."""
+        return (
+            values if self.ranks is None else [sum(column) for column in zip(*self.ranks.gather(values), strict=True)]
+        )
+
+    def means(self, values: list[float]) -> list[float]:
+        """Each value averaged over the ranks."""
+        size = 1 if self.ranks is None else self.ranks.size
+        return [total / size for total in self.totals(values)]
+
+    def by_first(self, compute: Callable[[], T]) -> T:
+        """What rank 0 computes, on all ranks."""
+        if self.ranks is None:
+            return compute()
+        value: Any = compute() if self.ranks.rank == 0 else None
+        return cast(T, self.ranks.first(value))
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The network as it is trained: its gradients are averaged over the ranks."""
+        return model if self.ranks is None else DistributedDataParallel(model)
+
+    def changed(self, network: nn.Module) -> None:
+        """To be called after every occasion on which the network inside may have been cut."""
+        if isinstance(network, DistributedDataParallel):
+            rebuild(network)
+
+    @torch.no_grad()
+    def align(self, model: nn.Module) -> None:
+        """Buffers, which every rank has seen other images for, become rank 0's."""
+        if self.ranks is not None:
+            self.ranks.spread([list(model.buffers())])
+
+    def verify(self, model: nn.Module, result: nn.Module, optimizer: Optimizer) -> None:
+        """Stops all ranks if their networks, what is kept of them, or their optimizers have come to differ."""
+        if self.ranks is None:
+            return
+        sharded = getattr(optimizer, "sharded", False)
+        self.ranks.agree("the network", fingerprint(model, optimizer, state=not sharded))
+        if result is not model:
+            self.ranks.agree("the average of the network", fingerprint(result, None))

@@ -1,0 +1,1 @@
+"""Files: pruned models, the state of a training, exports, and how they are written whole or not at all."""

@@ -1,0 +1,121 @@
+"""Files that are written whole or not at all, and the errors for files that cannot be read or written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["FileError", "StorageError", "flush", "make_folder", "read_text", "replacing", "storing"]
+
+MAX_TEXT = 64 * 2**20
+"""Bytes of a text file that are read at most: parsed, JSON takes a multiple of that."""
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the folder writable"),
+}
+
+
+class FileError(ValueError):
+    """A file that cannot be loaded: says which file, what is wrong with it and what to do."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str, remedy: str) -> None:
+        super().__init__(f"{os.fspath(path)}: {problem}; {remedy}")
+        self.path = Path(path)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type[FileError], tuple[Path, str, str]]:
+        # The default rebuilds an exception from its message alone, so it would not survive a worker process.
+        return type(self), (self.path, self.problem, self.remedy)
+
+
+class StorageError(OSError):
+    """Something that the disk did not take: says what, why and what to do; what was there before is intact."""
+
+    def __init__(self, path: str | os.PathLike[str], cause: OSError) -> None:
+        remedy = _REMEDIES.get(cause.errno or 0, "check the disk")
+        reason = cause.strerror or str(cause)
+        super().__init__(
+            f"{os.fspath(path)} cannot be written ({reason}); what was there before is intact: {remedy} and try again"
+        )
+        self.errno = cause.errno
+        self.path = Path(path)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the place of `path` at the end, or vanishes if there is an error."""
+    final = Path(os.path.realpath(path))  # through a symbolic link: replace its target, not the link
+    if not final.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {os.fspath(path)}: there is no folder {final.parent}; make it first")
+    if final.is_dir():
+        raise IsADirectoryError(f"cannot write {os.fspath(path)}: it is a folder; give a file name in it")
+    temporary = final.with_name(f".{final.stem[:64]}.{secrets.token_hex(6)}{final.suffix}")
+    try:
+        temporary.touch()
+        # What writes to the path may give it other rights: it gets those of the file it replaces, or of a new one.
+        mode = stat.S_IMODE((final if final.exists() else temporary).stat().st_mode)
+        yield temporary
+        temporary.chmod(mode)
+        flush(temporary)
+        temporary.replace(final)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+    flush(final.parent)
+
+
+@contextlib.contextmanager
+def storing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns whatever the system raises for want of space or rights into a `StorageError` about `path`."""
+    try:
+        yield
+    except (StorageError, BlockingIOError):  # it is said already; someone else is using it
+        raise
+    except OSError as error:
+        raise StorageError(path, error) from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, each of them on the disk for good, as far as they are not there yet."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's content, or a folder's entries, are on the disk."""
+    if os.name != "posix" and path.is_dir():
+        return  # a folder cannot be opened there
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: str | os.PathLike[str], remedy: str) -> str:
+    """The text of a file that a stranger may have made.
+
+    Raises:
+        FileError: It is missing, not a regular file (a pipe or a device would never end), not UTF-8, or absurdly large.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise FileError(path, "it is not a regular file", remedy)
+            content = file.read(MAX_TEXT + 1)
+        if len(content) > MAX_TEXT:
+            raise FileError(path, f"it is larger than the {MAX_TEXT:,} bytes that are read", remedy)
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(path, f"it cannot be read ({error})", remedy) from error

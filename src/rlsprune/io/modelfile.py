@@ -1,0 +1,199 @@
+"""Models in files: `save` writes one safetensors file, `load` makes a fresh model fit it. No file can execute anything.
+
+A file holds every parameter and buffer once, and in its header's metadata
+- `rlsprune`: JSON with the format's version, the sizes of the layers, the widths before the input selectors, names that
+  share a tensor, and whatever the caller added, such as the pruning history;
+- `sha256`: the digest of that JSON and of all tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.io import compatibility, tensorfile
+from rlsprune.io.tensorfile import DTYPES, TensorFile
+from rlsprune.model.arguments import quoted
+from rlsprune.model.calls import unwrap
+from rlsprune.model.selector import check_kept, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.model.sizes import read_sizes, write_sizes
+from rlsprune.model.tensors import memory_format, replace_data
+
+__all__ = ["load", "read_metadata", "save"]
+
+FORMAT = 1
+_KEY = "rlsprune"
+_REMEDY = "give an undamaged file that rlsprune.save wrote for this model"
+
+
+def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
+    """Writes a model, pruned or not, to one safetensors file.
+
+    The file is written beside its place, flushed to the disk and renamed: whatever goes wrong, what was there stays.
+
+    Args:
+        model: Wrappers of `torch.compile` and data parallelism are looked through.
+        path: The file, by custom ending in `.safetensors`.
+        metadata: Anything that `json.dumps` takes; `read_metadata` gives it back.
+
+    Raises:
+        ValueError: If the model holds what the file could not: state outside tensors, tensors without data or of an
+            unusual type, metadata that is not JSON.
+        OSError: If the file cannot be written.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/small.safetensors"
+        >>> save(torch.nn.Linear(4, 2), path, {"note": "unpruned"})
+        >>> read_metadata(path)["shapes"]["weight"]
+        (2, 4)
+    """
+    model = unwrap(model)
+    tensors, aliases = _distinct(compatibility.named_tensors(model))
+    layers = compatibility.sized_layers(model)
+    content = {
+        "format": FORMAT,
+        "layers": {name: read_sizes(layer) for name, layer in layers.items()},
+        "inputs": {
+            name: full_in_features(layer)
+            for name, layer in layers.items()
+            if isinstance(layer, nn.Linear) and kept_inputs(layer) is not None
+        },
+        "aliases": aliases,
+        "metadata": {} if metadata is None else dict(metadata),
+    }
+    try:
+        text = json.dumps(content)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata is not JSON ({error}): use plain numbers, strings, lists and dicts") from error
+    tensorfile.write(path, _KEY, text, tensors)
+
+
+def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
+    """Makes a fresh model fit a file of `save`, and fills it.
+
+    The layers are resized in place, so the `Parameter` objects, their devices and flags stay. Everything in the file is
+    checked against the model first: either all of it is taken or the model is left as it was.
+
+    Args:
+        path: The file.
+        into: A model made the way the saved one was made, before pruning, on any device.
+
+    Returns:
+        The same model.
+
+    Raises:
+        FileError: If the file is damaged, not ours, or not of this model.
+        ValueError: If the model itself cannot be loaded into.
+        OSError: If the file cannot be read.
+    """
+    model = unwrap(into)
+    layers = compatibility.sized_layers(model)
+    selecting = {compatibility.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
+    own = {name: tensor for name, tensor in compatibility.named_tensors(model).items() if name not in selecting}
+    for name, tensor in own.items():
+        if not compatibility.has_data(tensor):
+            raise ValueError(f"{name!r} of the model has no data to replace: make the model on a real device first")
+    with tensorfile.reading(path, _KEY, _REMEDY) as file:
+        content = _content(file)
+        sizes = compatibility.check_sized_layers(content["layers"], layers)
+        widths = compatibility.check_inputs(content["inputs"], layers)
+        entries = file.entries
+        selectors = {compatibility.selector_name(name): name for name in widths}
+        sources = compatibility.check_names(
+            [name for name in entries if name not in selectors], content["aliases"], own
+        )
+        compatibility.check_tensors({name: entries[source] for name, source in sources.items()}, own, model, sizes)
+        for name, layer_name in selectors.items():
+            compatibility.check_selector(layer_name, entries.get(name), sizes[layer_name]["in_features"])
+        tensors = file.tensors()
+        kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
+    fresh = _on_devices(own, sources, tensors)
+    for name, target in own.items():
+        replace_data(target, fresh[name])
+    for name, layer in layers.items():
+        write_sizes(layer, sizes[name])
+        if isinstance(layer, nn.Linear) and name in kept:
+            set_kept_inputs(layer, kept[name], widths[name])
+    return into
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file of `save` says about its model, without a model and without reading the weights.
+
+    Returns:
+        `format` (int), `shapes` (name → tuple), `layers` (name → sizes), `kept_inputs` (layer → list of indices of
+        the original features), `aliases` (name → the name whose tensor it shares) and `metadata` (the caller's).
+
+    Raises:
+        FileError: If the file is damaged or not ours.
+        OSError: If it cannot be read.
+    """
+    with tensorfile.reading(path, _KEY, _REMEDY) as file:
+        content, entries = _content(file), file.entries
+        kept = {}
+        for layer, width in content["inputs"].items():
+            name = compatibility.selector_name(layer)
+            if type(width) is not int:
+                raise ValueError(f"the input width of layer {quoted([layer])} is not a whole number")
+            compatibility.check_selector(layer, entries.get(name))
+            kept[layer] = check_kept(file.tensor(name), width).tolist()
+        return {
+            "format": content["format"],
+            "shapes": {name: tuple(entry.get_shape()) for name, entry in entries.items()},
+            "layers": content["layers"],
+            "kept_inputs": kept,
+            "aliases": content["aliases"],
+            "metadata": content["metadata"],
+        }
+
+
+def _content(file: TensorFile) -> dict[str, Any]:
+    """The metadata's JSON, with the types of its top level checked."""
+    content = tensorfile.parse_json(file.text)
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise ValueError("its metadata names no format")
+    if content["format"] != FORMAT:
+        raise ValueError(f"it has a format other than {FORMAT}, which is what this version of rlsprune reads")
+    for name in ("layers", "inputs", "aliases", "metadata"):
+        if not isinstance(content.get(name), dict):
+            raise ValueError(f"{name!r} in its metadata is not a mapping")
+    return content
+
+
+def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors without those that are another one again, and the name of that other one for each left out."""
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if not compatibility.has_data(tensor):
+            raise ValueError(
+                f"{name!r} has no data yet: run the model once, or move it to a real device, before saving"
+            )
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name!r} is {tensor.dtype}, {tensor.layout}: only dense tensors of common types are saved"
+            )
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = place if tensor.numel() else id(tensor)
+        if first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def _on_devices(own: dict[str, Tensor], sources: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What each tensor of the model becomes, on its device and in its memory format; one tensor, one value."""
+    fresh: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    for name, target in own.items():
+        if first.setdefault(id(target), name) != name:
+            fresh[name] = fresh[first[id(target)]]
+            continue
+        tensor = tensors[sources[name]].to(target.device, copy=sources[name] != name)
+        fresh[name] = tensor.contiguous(memory_format=memory_format(target))
+    return fresh

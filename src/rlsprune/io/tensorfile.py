@@ -1,0 +1,170 @@
+"""Safetensors files with a JSON text and a checksum in their header: what models and the state of a run are kept in.
+
+Nothing in such a file can execute code. What it says is checked before memory is taken for it: a bounded header,
+tensors of known types that lie side by side in the file, names and shapes that the caller compares with its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlsprune.io.atomic import FileError, replacing
+
+__all__ = ["DTYPES", "Entry", "TensorFile", "parse_json", "reading", "write"]
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The types that a file may hold, by their names in it."""
+
+MAX_HEADER = 64 * 2**20  # bytes; parsed, it takes a multiple of that
+_CHECKSUM = "sha256"
+
+
+class Entry(Protocol):
+    """A tensor in a file, before it is read."""
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+
+    def get_dtype(self) -> str:
+        """The name of its type."""
+
+
+class TensorFile:
+    """An open file, of which only the header has been read."""
+
+    def __init__(self, file: Any, key: str) -> None:
+        header = file.metadata() or {}
+        if key not in header or _CHECKSUM not in header:
+            raise ValueError(f"it has no {key} metadata: another program wrote it")
+        if header.get("format", "pt") != "pt" or header.keys() - {"format", key, _CHECKSUM}:
+            raise ValueError("its header holds what was not written there: it was damaged or changed")
+        self._file, self._checksum = file, header[_CHECKSUM]
+        self.text: str = header[key]
+        """The JSON text."""
+        self.entries: dict[str, Entry] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        """Type and shape of every tensor."""
+        for name, entry in self.entries.items():
+            if entry.get_dtype() not in DTYPES.values():
+                raise ValueError(f"{name[:80]!a} is of the unusual type {entry.get_dtype()}")
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, without a look at the checksum."""
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, once they are found to be what was written."""
+        tensors = {name: self.tensor(name).clone() for name in self.entries}  # clone: off the mapped file
+        if digest(self.text, tensors) != self._checksum:
+            raise ValueError("its data does not match its checksum: it was damaged or changed")
+        return tensors
+
+
+def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a file whole or not at all.
+
+    Args:
+        path: The file.
+        key: Under which the text stands in the header.
+        text: JSON.
+        tensors: Dense ones, on any device; views of one storage are written one by one.
+
+    Raises:
+        ValueError: The text is too long to be read again.
+        OSError: The file cannot be written.
+    """
+    if len(text) > MAX_HEADER // 2:
+        raise ValueError(
+            f"metadata takes {len(text):,} characters, {MAX_HEADER // 2:,} at most: keep it beside the file"
+        )
+    stored = _separate(tensors)
+    header = {"format": "pt", key: text, _CHECKSUM: digest(text, stored)}
+    with replacing(path) as temporary:
+        try:
+            save_file(stored, temporary, header)
+        except SafetensorError as error:
+            failed = OSError(f"cannot write {os.fspath(path)}: {error}")
+            code = re.search(r"os error (\d+)", str(error))
+            failed.errno = int(code[1]) if code else None
+            raise failed from error
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str], key: str, remedy: str) -> Iterator[TensorFile]:
+    """Opens a file of `write`. What is found wrong with it inside the block becomes a `FileError`.
+
+    Args:
+        path: The file.
+        key: As it was written.
+        remedy: What the user can do.
+    """
+    status = Path(path).stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise FileError(path, "is not a regular file", remedy)
+    with Path(path).open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+    if status.st_size < 8 or length > status.st_size - 8:
+        raise FileError(path, f"is not a whole safetensors file ({status.st_size:,} bytes)", remedy)
+    if length > MAX_HEADER:
+        raise FileError(path, f"has a header of {length:,} bytes, {MAX_HEADER:,} are allowed", remedy)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield TensorFile(file, key)
+    except SafetensorError as error:
+        raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
+    except ValueError as error:
+        raise FileError(path, str(error), remedy) from error
+
+
+def parse_json(text: str) -> Any:
+    """JSON from a stranger; whatever is wrong with it is a `ValueError`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its metadata is not JSON ({str(error)[:100]})") from None
+
+
+def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the text and over name, type, shape and bytes of every tensor."""
+    sha = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+    for name, tensor in sorted(tensors.items()):
+        sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, no two in one storage: safetensors refuses those."""
+    separate = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        if plain.untyped_storage().data_ptr() in storages:
+            plain = plain.clone()
+        storages.add(plain.untyped_storage().data_ptr())
+        separate[name] = plain
+    return separate

@@ -1,0 +1,92 @@
+"""A user's model and how it is called: without wrappers and without our training hooks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["ExampleInputs", "as_call", "bare_copy", "device_of", "unwrap", "wrappers"]
+
+ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+"""One tensor, the positional arguments of the model, or its keyword arguments."""
+
+
+def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keyword arguments with which `example_inputs` calls the model."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    kind = type(example_inputs).__name__
+    raise TypeError(f"example_inputs is a {kind}: give a tensor, a tuple of arguments or a dict of keyword arguments")
+
+
+def wrappers(model: nn.Module) -> list[nn.Module]:
+    """What is wrapped around a model, the outermost first, and last the model itself."""
+    layers = [model]
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return layers
+        layers.append(model)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`."""
+    return wrappers(model)[-1]
+
+
+def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
+    """A copy of the unwrapped model without training hooks; input selectors and the user's forward hooks stay.
+
+    Args:
+        model: Left as it is.
+        share_parameters: Let the copy refer to the model's own parameters, for uses that only read them. Buffers are
+            copied in either case, so that running the copy cannot change the model.
+    """
+    model = unwrap(model)
+    # deepcopy takes what its memo holds as already copied. A hook that is a method of an optimizer would drag a copy of
+    # the optimizer, with all its state, along.
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_training_hook(hook))
+        for hooks in (module._backward_hooks, module._backward_pre_hooks):
+            memo[id(hooks)] = OrderedDict()
+        # An activation that the model keeps for later cannot be copied, being part of a graph.
+        memo.update((id(value), value.detach()) for value in vars(module).values() if _is_activation(value))
+    if share_parameters:
+        memo.update((id(parameter), parameter) for parameter in model.parameters())
+    with torch.no_grad():
+        return copy.deepcopy(model, memo)
+
+
+def device_of(model: nn.Module, call: object) -> torch.device:
+    """Where the model runs."""
+    tensors = [*model.parameters(), *(leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor))]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _is_activation(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf
+
+
+def _is_training_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a hook was registered by this package to watch the training."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    # Functions and bound methods name their module; an object that is called has it on its class.
+    home: str = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.startswith("rlsprune.") and home != "rlsprune.model.selector"

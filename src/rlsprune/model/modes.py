@@ -1,0 +1,132 @@
+"""Ways to run a user's model that leave no trace of it: modes, gradients, buffers and random numbers as before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.model.calls import ExampleInputs, as_call, bare_copy, device_of
+
+__all__ = ["evaluate", "evaluating", "inference", "plain_attention", "preserved"]
+
+
+@contextlib.contextmanager
+def evaluating(*networks: nn.Module) -> Iterator[None]:
+    """In `eval()` and without gradients; every module is in its own mode again afterwards."""
+    modes = {module: module.training for network in networks for module in network.modules()}
+    try:
+        for network in networks:
+            network.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def inference(
+    model: nn.Module, example_inputs: ExampleInputs
+) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """A copy of the model to run, and the arguments to run it with: in `eval()`, without gradients, leaving no trace.
+
+    The copy shares the model's parameters. Random number generators are as before afterwards.
+    """
+    args, kwargs = as_call(example_inputs)
+    plain = bare_copy(model, share_parameters=True).eval()
+    device = device_of(plain, (args, kwargs))
+    generators = [device] if device.type not in ("cpu", "meta") else []
+    with torch.random.fork_rng(generators, device_type=generators[0].type if generators else "cuda"), torch.no_grad():
+        yield plain, args, kwargs
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Inside: evaluation mode, every parameter traceable by autograd. Afterwards: everything as it was.
+
+    That is the mode of every submodule, ``requires_grad``, buffers, hooks, a compiled call, and the random state.
+    """
+    modules = list(model.modules())
+    training = [module.training for module in modules]
+    hooks = [set(module._forward_hooks) for module in modules]
+    compiled = [module._compiled_call_impl for module in modules]
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    wanted_grad = [parameter.requires_grad for parameter in parameters]
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_forked_random_state(model))
+        stack.enter_context(torch.enable_grad())
+        try:
+            for module in modules:
+                # Not module.eval(): a class may override it to do more than this.
+                module.training = False
+                module._compiled_call_impl = None
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for module, mode, ours, call in zip(modules, training, hooks, compiled, strict=True):
+                module.training = mode
+                module._compiled_call_impl = call
+                for key in set(module._forward_hooks) - ours:
+                    # The hooks of a trace that failed half-way.
+                    del module._forward_hooks[key]
+            for parameter, flag in zip(parameters, wanted_grad, strict=True):
+                parameter.requires_grad_(flag)
+            for module, name, buffer, version, values in buffers:
+                module._buffers[name] = buffer
+                if buffer._version != version:
+                    buffer.copy_(values)
+
+
+def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleInputs) -> int:
+    """Runs the model itself, hooks and all, over batches in `eval()`; its mode is as before afterwards.
+
+    Args:
+        model: The network.
+        batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
+        example_inputs: What a single call takes, to tell the two apart.
+
+    Returns:
+        How many batches there were.
+    """
+    kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(example_inputs, kind))
+    count = 0
+    with evaluating(model):
+        for batch in batches:
+            paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)
+            args, kwargs = as_call(batch[0] if paired else batch)
+            model(*args, **kwargs)
+            count += 1
+    return count
+
+
+@contextlib.contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention by the operations it is made of: its fused inference path is opaque to FLOP counting and exporters."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def _forked_random_state(model: nn.Module) -> Iterator[None]:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind in {device.type for device in devices} - {"cpu", "meta"}:
+            indices = [device.index or 0 for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
+        yield

@@ -1,0 +1,151 @@
+"""The input selector: a pruned model takes the inputs it always took and picks the features that it kept.
+
+The selector is a buffer, `kept_inputs`, and a forward pre-hook on the `Linear` layer that reads the raw features. The
+names of the parameters stay as they were; the state dict gains one name. Forward hooks see the features picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.model.calls import bare_copy
+
+__all__ = [
+    "KEPT_INPUTS",
+    "check_kept",
+    "full_in_features",
+    "kept_inputs",
+    "select_inputs",
+    "set_kept_inputs",
+    "strip_inputs",
+]
+
+KEPT_INPUTS = "kept_inputs"
+"""The buffer's name: int64 indices of the kept features among the original ones, ascending."""
+
+_FULL_WIDTH = "full_in_features"
+
+
+def select_inputs(layer: nn.Linear, kept: Tensor | Sequence[int]) -> None:
+    """Lets a layer pick `kept` from the features that it takes now. Its weight is the caller's to slice, afterwards.
+
+    Called again, the indices count the features kept so far; the buffer always holds indices of the original ones.
+
+    Args:
+        layer: A layer that reads input features, before the columns of its weight are sliced.
+        kept: Ascending indices below `layer.in_features`. All of them: nothing changes.
+
+    Raises:
+        ValueError: If the indices are empty, out of range, not ascending or repeated.
+    """
+    chosen = check_kept(kept, layer.in_features)
+    if len(chosen) == layer.in_features:
+        return
+    before = kept_inputs(layer)
+    width = full_in_features(layer)
+    set_kept_inputs(layer, chosen if before is None else before.cpu()[chosen], width)
+
+
+def set_kept_inputs(layer: nn.Linear, kept: Tensor | Sequence[int] | None, width: int | None = None) -> None:
+    """Installs a selector of these original features, or removes it.
+
+    Args:
+        layer: The layer that reads the features.
+        kept: Ascending indices of the original features, or None to remove the selector.
+        width: The number of original features; None: what it is now.
+    """
+    if kept is None:
+        _remove(layer)
+        return
+    width = full_in_features(layer) if width is None else width
+    chosen = check_kept(kept, width).to(layer.weight.device)
+    if kept_inputs(layer) is None:
+        if hasattr(layer, KEPT_INPUTS):
+            raise ValueError(
+                f"{layer} has an attribute {KEPT_INPUTS!r} of its own, the name the input selector needs: rename it"
+            )
+        layer.register_forward_pre_hook(_select, with_kwargs=True)
+    layer.register_buffer(KEPT_INPUTS, chosen)
+    setattr(layer, _FULL_WIDTH, width)
+
+
+def kept_inputs(layer: nn.Module) -> Tensor | None:
+    """The indices of the original features that the layer picks, or None if it takes its input as it comes."""
+    if _select not in layer._forward_pre_hooks.values():
+        return None
+    return layer.get_buffer(KEPT_INPUTS)
+
+
+def full_in_features(layer: nn.Linear) -> int:
+    """The number of features in the layer's input, before its selector if it has one."""
+    width: int = layer.in_features if kept_inputs(layer) is None else getattr(layer, _FULL_WIDTH)
+    return width
+
+
+def strip_inputs(model: nn.Module) -> nn.Module:
+    """A deep copy whose layers take only the kept features: the caller picks them, `x[..., kept]`.
+
+    The copy has none of this package's training hooks. A forward that hard-codes the number of features, such as
+    `x.view(-1, 784)`, has to be adapted.
+
+    Examples:
+        >>> import torch
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> select_inputs(layer, [0, 3])
+        >>> layer.weight.data, layer.in_features = layer.weight.data[:, [0, 3]], 2
+        >>> x = torch.randn(5, 4)
+        >>> torch.equal(strip_inputs(layer)(x[:, [0, 3]]), layer(x))
+        True
+    """
+    stripped = bare_copy(model)
+    for module in stripped.modules():
+        _remove(module)
+    return stripped
+
+
+def _select(layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The forward pre-hook. A plain function of the module: pickled and copied by name, traced by every compiler."""
+    kept = layer.get_buffer(KEPT_INPUTS)
+    features: Tensor = args[0] if args else kwargs["input"]
+    width: int = getattr(layer, _FULL_WIDTH)
+    if features.shape[-1] != width:
+        raise ValueError(
+            f"the layer keeps {kept.numel()} of {width} input features and picks them itself: its input must have "
+            f"{width} features, not {features.shape[-1]}; strip_inputs(model) takes the {kept.numel()} alone"
+        )
+    picked = features.index_select(-1, kept)
+    return ((picked, *args[1:]), kwargs) if args else (args, {**kwargs, "input": picked})
+
+
+def _remove(layer: nn.Module) -> None:
+    if kept_inputs(layer) is None:
+        return
+    key = next(key for key, hook in layer._forward_pre_hooks.items() if hook is _select)
+    del layer._forward_pre_hooks[key]
+    layer._forward_pre_hooks_with_kwargs.pop(key, None)
+    delattr(layer, KEPT_INPUTS)
+    delattr(layer, _FULL_WIDTH)
+
+
+def check_kept(kept: Tensor | Sequence[int], width: int) -> Tensor:
+    """The indices as a new int64 tensor on the CPU.
+
+    Raises:
+        ValueError: If they are empty, not integers, outside `width`, not ascending or repeated.
+    """
+    chosen = torch.as_tensor(kept)
+    if chosen.dim() != 1 or not chosen.numel():
+        raise ValueError(f"kept inputs of shape {tuple(chosen.shape)}: give a list of at least one index")
+    if chosen.is_floating_point() or chosen.is_complex() or chosen.dtype == torch.bool:
+        raise ValueError(f"kept inputs are {chosen.dtype}: give integer indices")
+    chosen = chosen.detach().to("cpu", torch.int64, copy=True)
+    low, high = int(chosen.min()), int(chosen.max())
+    if low < 0 or high >= width:
+        raise ValueError(f"kept inputs go from {low} to {high}: they must be in 0…{width - 1}")
+    if bool((chosen[1:] <= chosen[:-1]).any()):
+        raise ValueError("kept inputs are not in ascending order, each once: sort them and drop repetitions")
+    return chosen

@@ -1,0 +1,108 @@
+"""Small things about tensors that several modules need."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import is_autocast_available
+
+
+def complement(size: int, gone: Tensor) -> Tensor:
+    """The indices below ``size`` that are not in ``gone``, ascending."""
+    mask = torch.ones(size, dtype=torch.bool, device=gone.device)
+    mask[gone] = False
+    return mask.nonzero().flatten()
+
+
+def sub_matrix(matrix: Tensor, stay: Tensor) -> Tensor:
+    """Some rows of a square matrix, and of them the same columns."""
+    return matrix.index_select(0, stay).index_select(1, stay)
+
+
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """How a tensor lies in memory: channels last, or in order."""
+    candidates = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.ndim in candidates and not tensor.is_contiguous():
+        wanted = candidates[tensor.ndim]
+        if tensor.is_contiguous(memory_format=wanted):
+            return wanted
+    return torch.contiguous_format
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The tensor in float64, on the CPU where its device has none."""
+    return tensor.to(torch.device("cpu") if tensor.device.type == "mps" else tensor.device).double()
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, autocast does nothing."""
+    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that it was given."""
+    if device.index is None:
+        getattr(torch, device.type).synchronize()
+    else:
+        getattr(torch, device.type).synchronize(device)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process has only a part of the tensor (a ``DTensor``, of ``fully_shard``)."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process has: all of it, but for a ``DTensor``."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def placed_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor of the parameter's shape, divided over the processes as the parameter is."""
+    if not is_sharded(parameter) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    placed: Tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return placed
+
+
+def forget_compiled_code() -> None:
+    """Lets ``torch.compile`` start afresh, if it was used at all.
+
+    Compiled code neither sees hooks that were added since nor shapes that changed, and after a few recompilations it
+    gives up in silence.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def replace_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a parameter or buffer new data, of any shape, and drop its gradient.
+
+    A loss that is still alive keeps the gradient accumulator of the old shape alive, and the next backward would use
+    it and fail. Data of another dtype makes autograd forget it; hooks are kept elsewhere and survive.
+    """
+    tensor.grad = None
+    if tensor.requires_grad:
+        other = torch.float32 if data.dtype == torch.float64 else torch.float64
+        # Metal has no float64, and any other floating dtype serves.
+        tensor.data = torch.empty(0, dtype=torch.float16 if data.device.type == "mps" else other, device=data.device)
+    tensor.data = data
+
+
+def host_waits(device: torch.device) -> bool:
+    """Whether looking at a value on this device makes the host wait for it."""
+    return device.type != "cpu"
+
+
+def all_finite(gradients: list[Tensor]) -> Tensor:
+    """Of each gradient, whether all its entries are finite (and below 1e19, whose square is not)."""
+    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    return torch.stack(torch._foreach_norm(gradients, dtype=dtype)).isfinite()

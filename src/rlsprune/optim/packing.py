@@ -1,0 +1,73 @@
+"""What the optimizer keeps of each parameter, and how it lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsprune.model.tensors import is_sharded
+
+# Entries of `optimizer.state[parameter]`, always checkpointed.
+INVERSE = "inverse"  # of a weight: P as a list of diagonal blocks, each (groups, b, b)
+VELOCITY = "velocity"  # of any parameter: Ψ, of its shape
+
+State = Mapping[Tensor, dict[str, Any]]
+
+
+def velocity_of(state: State, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The parameter's velocity, zero at first, contiguous, on its device and of the dtype asked for."""
+    velocity: Tensor | None = state[parameter].get(VELOCITY)
+    if velocity is None:
+        velocity = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+    state[parameter][VELOCITY] = velocity = velocity.to(device=parameter.device, dtype=dtype).contiguous()
+    return velocity
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors as one, along the first dimension; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def pack(places: Sequence[tuple[Any, Any]]) -> Tensor:
+    """What several containers hold under a key, as one tensor, joined along the first dimension.
+
+    From then on the containers hold views of it. Tensors that were packed before cost nothing; those that were replaced
+    since (by pruning, by loading a state) are packed anew, and so are those whose neighbours have gone.
+
+    Args:
+        places: Containers with their keys, which hold contiguous tensors of equal shape, dtype and device.
+    """
+    if len(places) == 1:
+        return unpack(*places[0])
+    tensors: list[Tensor] = [container[key] for container, key in places]
+    first, whole = tensors[0], tensors[0]._base
+    if (
+        whole is not None
+        and whole.shape == (len(tensors) * len(first), *first.shape[1:])
+        and all(t._base is whole and t.storage_offset() == i * first.numel() for i, t in enumerate(tensors))
+    ):
+        return whole
+    whole = torch.cat(tensors)
+    for (container, key), part in zip(places, torch.split(whole, len(first)), strict=True):
+        container[key] = part
+    return whole
+
+
+def unpack(container: Any, key: Any) -> Tensor:
+    """Gives a tensor memory of its own, if it is part of a larger piece, which it would keep from being freed."""
+    tensor: Tensor = container[key]
+    if not is_sharded(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
+        container[key] = tensor = tensor.clone()
+    return tensor
+
+
+def unpack_all(state: State, parameters: Iterable[Tensor]) -> None:
+    """Gives all that is kept of some parameters memory of its own: their neighbours may be packed anew without them."""
+    for entries in (state[p] for p in parameters if p in state):
+        if VELOCITY in entries:
+            unpack(entries, VELOCITY)
+        for number in range(len(entries.get(INVERSE, ()))):
+            unpack(entries[INVERSE], number)

@@ -1,0 +1,269 @@
+"""P as pruning uses it: row sums, blocks, the refit of a layer's weights, and what is left when inputs go.
+
+Three forms with the same results. :class:`DenseInverse` holds P. :class:`Autocorrelation` holds ``A = P⁻¹`` and inverts
+it only where blocks of P are asked for: row sums and refits need one factorisation. :class:`SampleInverse` holds m
+sampled rows X of a layer with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it:
+every answer goes through an m×m matrix, by Woodbury's identity.
+
+Systems are solved in float64, on the CPU where the device has none; a P that comes in float32 stays so otherwise. The
+bias, if the layer has one, is the last input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlsprune.model.tensors import complement, exact, sub_matrix
+
+# Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
+_DAMPINGS = (0.0, 1e-7, 1e-5)
+_TILE = 128  # rows of a matrix that are worked on at a time
+
+
+class Inverse(Protocol):
+    """Inverse autocorrelation of the inputs of one group of one layer."""
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """Signed sums of the first ``inputs`` rows of P over the first ``inputs`` columns (Eq. 26)."""
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """``P_dd`` for each set of rows: ``(units, m)`` → ``(units, m, m)``."""
+
+    def without(self, gone: Tensor) -> Removal[Inverse]:
+        """What changes when the inputs ``gone`` go."""
+
+
+_Left = TypeVar("_Left", bound=Inverse, covariant=True)
+
+
+@dataclass(frozen=True)
+class Removal(Generic[_Left]):
+    """What changes when some inputs go. Nothing is computed before it is asked for, and nothing twice."""
+
+    stay: Tensor
+    """The inputs that stay, ascending."""
+    refit: Callable[[Tensor], Tensor]
+    """From a weight matrix (inputs × outputs) to its least-squares refit, ``W_k − P_kd P_dd⁻¹ W_d``: the rows that
+    stay, in their order."""
+    left: Callable[[], _Left]
+    """The inverse autocorrelation of the inputs that stay (a Schur complement of P)."""
+
+
+class DenseInverse:
+    """P itself."""
+
+    def __init__(self, P: Tensor) -> None:
+        self.P = P
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+        return len(self.P)
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """See :class:`Inverse`."""
+        return exact(self.P[:inputs, :inputs].sum(1))
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """See :class:`Inverse`."""
+        return exact(self.P[rows.unsqueeze(-1), rows.unsqueeze(-2)])
+
+    def without(self, gone: Tensor) -> Removal[DenseInverse]:
+        """See :class:`Inverse`."""
+        gone = gone.to(self.P.device)
+        stay = complement(self.size, gone)
+
+        @cache
+        def split() -> tuple[Tensor, Tensor]:
+            """L, the factor of P_dd, and ``L⁻¹ P_dk``."""
+            rows = self.P.index_select(0, gone)
+            factor = cholesky_positive(exact(rows.index_select(1, gone)))
+            return factor, solve_lower(factor.to(self.P), rows.index_select(1, stay))
+
+        def refit(weights: Tensor) -> Tensor:
+            factor, whitened = split()
+            explained = solve_lower(factor, _rows(weights, gone).to(factor)).to(self.P)
+            return _rows(weights, stay) - (whitened.mT @ explained).to(weights)
+
+        @cache
+        def left() -> DenseInverse:
+            return DenseInverse(_add_square(sub_matrix(self.P, stay), split()[1], -1.0))
+
+        return Removal(stay, refit, left)
+
+
+class Autocorrelation:
+    """P by way of its inverse, the autocorrelation A."""
+
+    def __init__(self, A: Tensor) -> None:
+        self.A = A
+        self._dense: DenseInverse | None = None  # once blocks have been asked for
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+        return len(self.A)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        return cholesky_positive(self.A)
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """See :class:`Inverse`."""
+        wanted = torch.zeros(self.size, 1, dtype=self.A.dtype, device=self.A.device)
+        wanted[:inputs] = 1
+        return torch.cholesky_solve(wanted, self._factor)[:inputs, 0]
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """See :class:`Inverse`."""
+        if self._dense is None:
+            self._dense = DenseInverse(torch.cholesky_inverse(self._factor))
+        return self._dense.blocks(rows)
+
+    def without(self, gone: Tensor) -> Removal[Autocorrelation | DenseInverse]:
+        """See :class:`Inverse`; refits as ``W_k + A_kk⁻¹ A_kd W_d``, unless P is there already."""
+        if self._dense is not None:
+            return self._dense.without(gone)
+        gone = gone.to(self.A.device)
+        stay = complement(self.size, gone)
+
+        @cache
+        def left() -> Autocorrelation:
+            return Autocorrelation(sub_matrix(self.A, stay))
+
+        def refit(weights: Tensor) -> Tensor:
+            explaining = _rows(self.A, stay).index_select(1, gone) @ _rows(weights, gone).to(self.A)
+            return _rows(weights, stay) + torch.cholesky_solve(explaining, left()._factor).to(weights)
+
+        return Removal(stay, refit, left)
+
+
+class SampleInverse:
+    """P of more inputs than rows were sampled, from the rows."""
+
+    def __init__(self, rows: Tensor, damping: float) -> None:
+        """Takes the rows.
+
+        Args:
+            rows: X, ``(m, n)``.
+            damping: δ.
+        """
+        self.rows, self.damping = rows, damping
+
+    @property
+    def size(self) -> int:
+        """How many inputs, with the bias."""
+        return self.rows.shape[1]
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        """Cholesky factor of ``XXᵀ/m + δI``."""
+        m = len(self.rows)
+        gram = _add_square(self.rows.new_zeros(m, m), self.rows.mT, 1 / m)
+        gram.diagonal().add_(self.damping)
+        return cholesky_positive(gram)
+
+    @cached_property
+    def _whitened(self) -> Tensor:
+        """Y with ``P = (I − YᵀY) / δ``."""
+        return solve_lower(self._factor, self.rows).div_(math.sqrt(len(self.rows)))
+
+    def row_sums(self, inputs: int) -> Tensor:
+        """See :class:`Inverse`."""
+        whitened = self._whitened[:, :inputs]
+        return torch.div(1 - whitened.mT @ whitened.sum(1), self.damping)
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """See :class:`Inverse`."""
+        parts = self._whitened[:, rows].movedim(1, 0)  # (units, m, rows of a unit)
+        identity = torch.eye(rows.shape[-1], dtype=parts.dtype, device=parts.device)
+        return (identity - parts.mT @ parts) / self.damping
+
+    def without(self, gone: Tensor) -> Removal[SampleInverse]:
+        """See :class:`Inverse`; refits as ``W_k + X_kᵀ (X_k X_kᵀ/m + δI)⁻¹ X_d W_d / m``."""
+        gone = gone.to(self.rows.device)
+        stay = complement(self.size, gone)
+
+        @cache
+        def left() -> SampleInverse:
+            return SampleInverse(self.rows.index_select(1, stay), self.damping)
+
+        def refit(weights: Tensor) -> Tensor:
+            lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows) / len(self.rows)
+            explaining = torch.cholesky_solve(lost, left()._factor)
+            return _rows(weights, stay) + (left().rows.mT @ explaining).to(weights)
+
+        return Removal(stay, refit, left)
+
+
+def from_rows(rows: Tensor, damping: float) -> Inverse:
+    """P of sampled rows ``(m, n)``, in the cheaper form.
+
+    Args:
+        rows: X; the autocorrelation is ``XᵀX/m``.
+        damping: Added to its diagonal, as a share of the diagonal's mean.
+    """
+    m, n = rows.shape
+    tiny = torch.finfo(torch.float32).tiny
+    if n > m:
+        return SampleInverse(exact(rows), damping * max(float(rows.square().mean()), tiny))
+    # The damping is far above the rounding of a product in float32, which takes half the time.
+    autocorrelation = exact(_add_square(rows.new_zeros(n, n), rows, 1 / m))
+    diagonal = autocorrelation.diagonal()
+    diagonal += damping * diagonal.mean().clamp_min(tiny)
+    return Autocorrelation(autocorrelation)
+
+
+def _add_square(matrix: Tensor, Y: Tensor, scale: float) -> Tensor:
+    """``matrix += scale·YᵀY``, in place; one half is computed, the other mirrored, so it stays symmetric to the bit."""
+    for start in range(0, len(matrix), _TILE):
+        here, after = slice(start, start + _TILE), slice(start + _TILE, None)
+        matrix[here, start:].addmm_(Y[:, here].mT, Y[:, start:], alpha=scale)
+        corner = matrix[here, here].triu()
+        matrix[here, here] = corner + corner.triu(1).mT
+        matrix[after, here] = matrix[here, after].mT
+    return matrix
+
+
+def _rows(matrix: Tensor, which: Tensor) -> Tensor:
+    return matrix.index_select(0, which.to(matrix.device))
+
+
+def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
+    """``L⁻¹ right`` for a lower triangular L."""
+    solution: Tensor = torch.linalg.solve_triangular(factor, right, upper=False)
+    return solution
+
+
+def cholesky_positive(matrix: Tensor) -> Tensor:
+    """The Cholesky factor of a symmetric positive definite matrix, damped if rounding made that necessary.
+
+    Raises:
+        FloatingPointError: The matrix is not positive definite or not finite.
+    """
+    for damping in _DAMPINGS:
+        damped = matrix
+        if damping:
+            damped = matrix.clone()
+            diagonal = damped.diagonal(dim1=-2, dim2=-1)
+            diagonal += damping * diagonal.mean(-1, keepdim=True)
+        factor: Tensor
+        factor, info = torch.linalg.cholesky_ex(damped)
+        # A number that is not finite makes the pivot of its row so; pivots are positive, so their sum tells.
+        if not bool(info.any()) and bool(factor.diagonal(dim1=-2, dim2=-1).sum().isfinite()):
+            return factor
+    raise FloatingPointError(
+        "P is not positive definite. If it is RLS's own, optimizer.check() tells which layer's and reset() renews it; "
+        "with exact statistics, check that the layers' inputs are finite and sample more batches"
+    )

@@ -1,0 +1,127 @@
+"""Rows of a layer's input matrix: what its weight matrix is multiplied with, drawn from a batch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.model.tensors import exact
+from rlsprune.optim.layers import Layer
+
+# So many patches are cut from an image, so that not all images of a batch have to be padded.
+_PATCHES = 8
+
+
+def sample_rows(
+    layer: Layer, inputs: Tensor, count: int, generator: torch.Generator, rank: int = 0, ranks: int = 1
+) -> tuple[Tensor, int]:
+    """At most ``count`` random rows of the input matrix.
+
+    Args:
+        layer: A Linear layer (rows are its inputs) or a convolution (rows are patches).
+        inputs: One batch of its input.
+        count: How many rows.
+        generator: On the CPU, so that the draw is the same on every device.
+        rank: Whose batch this is, where several ranks each have one: the rows are drawn from all of them, as if they
+            were one batch, and those of this rank are returned.
+        ranks: How many there are.
+
+    Returns:
+        The rows, ``(groups, rows, n)``, without the bias's 1; and how many were drawn on all ranks together.
+    """
+    if isinstance(layer, nn.Linear):
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        drawn = min(count, ranks * len(rows))
+        if ranks * len(rows) > count:
+            _, own = _of_rank(_draw(ranks * len(rows), count, generator), rank, len(rows))
+            rows = rows[own.to(rows.device)]
+        return rows.clone().unsqueeze(0), drawn
+    if inputs.dim() == layer.weight.dim() - 1:
+        inputs = inputs.unsqueeze(0)
+    chosen = _draw(ranks * len(inputs), max(1, count // _PATCHES), generator)
+    places, own = _of_rank(chosen, rank, len(inputs))
+    if len(own) < len(inputs):
+        inputs = inputs[own.to(inputs.device)]
+    return _patches(layer, inputs, count, generator, places, len(chosen))
+
+
+def _patches(
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+    images: Tensor,
+    count: int,
+    generator: torch.Generator,
+    places: Tensor,
+    total: int,
+) -> tuple[Tensor, int]:
+    """Patches drawn from ``total`` images, of which those at ``places`` are here."""
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = nn.functional.pad(images, layer._reversed_padding_repeated_twice, mode=mode)
+    settings = list(zip(padded.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True))
+    positions = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, dilation in settings]
+    picks = _draw(total * math.prod(positions), count, generator)
+    image, *corners = torch.unravel_index(picks, (total, *positions))
+    if len(places) < total:
+        here = torch.full((total,), -1).index_put((places,), torch.arange(len(places)))[image]
+        image, corners = here[here >= 0], [corner[here >= 0] for corner in corners]
+    image, corners = image.to(images.device), [corner.to(images.device) for corner in corners]
+    index: list[Tensor | slice] = [image.view(-1, *[1] * len(corners)), slice(None)]
+    for axis, (corner, (_, kernel, stride, dilation)) in enumerate(zip(corners, settings, strict=True)):
+        taps = corner[:, None] * stride + torch.arange(kernel, device=images.device) * dilation
+        index.append(taps.view(-1, *(kernel if i == axis else 1 for i in range(len(corners)))))
+    patches = padded[tuple(index)].movedim(-1, 1)  # the indexed dimensions come first, the channels last
+    return patches.reshape(len(image), layer.groups, -1).movedim(1, 0).contiguous(), len(picks)
+
+
+def _of_rank(picks: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where in a draw from equal batches the items of one rank stand, and which of its own they are."""
+    places = ((picks >= rank * size) & (picks < (rank + 1) * size)).nonzero().flatten()
+    return places, picks[places] - rank * size
+
+
+def _draw(population: int, count: int, generator: torch.Generator) -> Tensor:
+    """Different numbers below ``population``, all of them if there are not more than ``count``."""
+    if population <= count:
+        return torch.arange(population)
+    if population < 4 * count:
+        return torch.randperm(population, generator=generator)[:count]
+    drawn: Tensor = torch.unique(torch.randint(population, (2 * count,), generator=generator))
+    return drawn[torch.randperm(len(drawn), generator=generator)[:count]]
+
+
+def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
+    """Which rows of P belong to given input channels of a layer.
+
+    Args:
+        layer: Linear or an ordinary convolution.
+        channels: ``(units, k)`` input channels (features of a Linear layer), ascending in each unit, equally many in
+            every group of a grouped convolution.
+
+    Returns:
+        ``(groups, units, rows per unit)``, counted within the group.
+    """
+    if isinstance(layer, nn.Linear):
+        return channels.unsqueeze(0)
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    taps = math.prod(layer.kernel_size)
+    by_group = channels.view(len(channels), layer.groups, -1) % (layer.in_channels // layer.groups)
+    rows = by_group.unsqueeze(-1) * taps + torch.arange(taps)
+    return rows.flatten(2).movedim(1, 0)
+
+
+def weight_matrix(layer: Layer) -> Tensor:
+    """The layer's weight as the paper has it, ``(groups, n, out per group)`` in float64, with the bias as last row."""
+    groups = getattr(layer, "groups", 1)
+    matrix = exact(layer.weight.detach()).reshape(groups, len(layer.weight) // groups, -1).mT
+    if layer.bias is None:
+        return matrix
+    return torch.cat([matrix, exact(layer.bias.detach()).view(groups, 1, -1)], dim=1)
+
+
+def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The inverse of :func:`weight_matrix`: weight and bias in their own shapes and dtypes."""
+    if layer.bias is None:
+        return matrix.mT.reshape(layer.weight.shape).to(layer.weight), None
+    weight, bias = matrix[:, :-1], matrix[:, -1]
+    return weight.mT.reshape(layer.weight.shape).to(layer.weight), bias.reshape(layer.bias.shape).to(layer.bias)

@@ -1,0 +1,146 @@
+"""What the command line says and returns."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlsprune
+from rlsprune.app.cli import main as cli
+from rlsprune.app.cli.main import main
+
+COMMANDS = [
+    [],
+    ["run"],
+    ["fit"],
+    ["report"],
+    ["compare"],
+    ["sweep"],
+    ["pareto"],
+    ["data"],
+    ["data", "get"],
+    ["data", "list"],
+]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_help_of_every_command_comes_without_torch() -> None:
+    calls = "; ".join(f"assert main({[*command, '--help']!r}) == 0" for command in COMMANDS)
+    result = python(
+        f"import sys; from rlsprune.app.cli.main import main; {calls}; print('TORCH', 'torch' in sys.modules)"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "TORCH False"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from rlsprune.app.cli.main import main; sys.exit(main(['run']))"
+    )
+    result = python(code)
+    assert result.returncode == 2
+    assert 'pip install "rlsprune[experiments]"' in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == rlsprune.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["run", "imagenet"], 2, "digits-fnn, mnist-fnn"),
+        (["run", "--method", "magic"], 2, "choose one of rls"),
+        (["run", "--device", "abacus"], 2, "--device abacus"),
+        (["run", "--epochs", "many"], 2, "--epochs"),
+        (["nonsense"], 2, "nonsense"),
+        (["compare", "digits-fnn", "--methods", "rls,magic"], 2, "--methods magic"),
+        (["compare", "digits-fnn", "--seeds", "a"], 2, "--seeds a"),
+        (["data", "get", "imagenet"], 3, "no such data set"),
+    ],
+)
+def test_mistakes_are_told_in_a_line_with_their_code(
+    arguments: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.rglob("config.json"))
+
+
+def test_missing_data_set_is_an_error_that_says_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "mnist-fnn", "--data-dir", str(tmp_path), "--out", str(out)]) == 3
+    assert "rlsprune data get mnist --data-dir" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "mnist-fnn", "--data-dir", str(tmp_path), "--debug", "--out", str(tmp_path / "run")]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["run", "--out", str(tmp_path)]) == 2
+    assert f"--resume {tmp_path}" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert re.search(rf"Examples?: `rlsprune {' '.join(command)}", capsys.readouterr().out)
+
+
+def test_help_and_readme_tell_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    for code in (0, cli.FAILED, cli.USAGE, cli.NO_DATA, cli.DIVERGED, cli.INTERRUPTED):
+        assert re.search(rf"[:·] {code} \w", told), code
+        assert re.search(rf"^\| {code} \|", readme, re.MULTILINE), code
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("re", {"report"}),
+        ("run digits", {"digits-fnn"}),
+        ("run --method rls", {"rls", "rls-paper"}),
+        ("run --tens", {"--tensorboard"}),
+    ],
+)
+def test_the_shell_completes(words: str, offered: set[str]) -> None:
+    count = str(len(words.split()))
+    completing = {"_RLSPRUNE_COMPLETE": "complete_bash", "COMP_WORDS": f"rlsprune {words}", "COMP_CWORD": count}
+    result = subprocess.run(
+        [sys.executable, "-m", "rlsprune"], env=os.environ | completing, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert set(result.stdout.split()) == offered
+
+
+def test_data_list_tells_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "list", "--data-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("digits") and "comes with" in line for line in lines)
+    assert any(line.startswith("mnist") and "rlsprune data get mnist" in line for line in lines)

@@ -1,0 +1,101 @@
+"""`rlsprune pareto` on a real, tiny run."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsprune.app.cli.main import main
+from rlsprune.app.config.experiment import make_config
+from rlsprune.app.experiments.pareto import FrontSettings, shrink_run
+from rlsprune.app.experiments.recipe import load_data, make_recipe, run
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.io import modelfile
+from rlsprune.model.cost import parameter_count
+from rlsprune.training.loop import Evaluation, evaluate
+
+CONFIG = make_config("digits-fnn", "none", optimizer="sgd", epochs=4, train_images=600, test_images=100, threads=1)
+SETTINGS = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, spread=False)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run."""
+    folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
+    run(CONFIG, folder)
+    return folder
+
+
+def small_network(out: Path) -> tuple[int, float]:
+    """Parameters and test precision of what was written."""
+    data = load_data(CONFIG)
+    recipe = make_recipe(CONFIG, data)
+    network = modelfile.load(out / "model.safetensors", into=recipe.build_model())
+    return parameter_count(network), evaluate(network, recipe.evaluation_batches(data.test), recipe.loss).precision
+
+
+def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pareto"
+    options = ["--target", "0.3", "--ratio", "0.4", "--recovery-epochs", "1", "--no-spread", "--out", str(out)]
+    assert main(["pareto", str(tmp_path / "none"), *options]) == 2
+    assert "holds no finished run" in capsys.readouterr().err
+
+    assert main(["pareto", str(source.path), *options]) == 0
+    assert "Chosen:" in capsys.readouterr().out
+    result = json.loads((out / "pareto.json").read_text())
+    front = result["front"]
+    assert result["settings"]["spread"] is False
+    assert front[-1]["params"] <= 0.3 * front[0]["params"]
+    assert front[0]["precision"] == source.read_json("summary")["final_precision"]
+    assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert small_network(out) == (front[-1]["params"], front[-1]["precision"])
+
+    assert main(["pareto", str(source.path), *options]) == 2
+    assert "holds a front already" in capsys.readouterr().err
+    assert json.loads((out / "pareto.json").read_text()) == result
+
+
+def test_the_last_point_within_the_drop_is_kept(source: RunFolder, tmp_path: Path) -> None:
+    result = shrink_run(CONFIG, source, tmp_path, replace(SETTINGS, max_drop=2.0, target=None, recovery_epochs=0))
+    assert [point["within"] for point in result["front"]] == [True] * (len(result["front"]) - 1) + [False]
+    assert result["chosen"] == len(result["front"]) - 2
+    assert small_network(tmp_path)[0] == result["front"][-2]["params"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, FloatingPointError])
+def test_what_there_is_is_kept_when_it_is_stopped(source: RunFolder, tmp_path: Path, stop: type[BaseException]) -> None:
+    rounds: list[str] = []
+
+    def progress(stage: str, done: int, total: int | None) -> None:
+        rounds.append(stage)
+        if stage.startswith("round 3, recovery"):
+            raise stop("stopped")
+
+    with pytest.raises(stop):
+        shrink_run(CONFIG, source, tmp_path, SETTINGS, on_progress=progress)
+    result = json.loads((tmp_path / "pareto.json").read_text())
+    assert (result["finished"], result["chosen"], len(result["front"])) == (False, 2, 3)
+    last = result["front"][2]
+    assert small_network(tmp_path) == (last["params"], last["precision"])
+    assert {"scoring", "round 1, pruning", "round 2, recovery epoch 1 of 1"} < set(rounds)
+
+
+def test_a_point_that_was_not_looked_at_is_not_there(
+    source: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count(1)
+
+    def interrupted(*arguments: Any) -> Evaluation:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
+    monkeypatch.setattr("rlsprune.app.experiments.pareto.evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shrink_run(CONFIG, source, tmp_path, SETTINGS)
+    result = json.loads((tmp_path / "pareto.json").read_text())
+    assert (result["finished"], result["chosen"], len(result["front"])) == (False, 0, 1)
+    assert small_network(tmp_path)[0] == result["front"][0]["params"]
