@@ -1,4 +1,4 @@
-"""What the benchmarks share: the paper's networks and loss, the optimizers to compare, and how to time them."""
+"""What the benchmarks share: the paper's loss, the optimizers to compare, and how to time them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,6 @@ except ImportError:
     SINGD = None
 
 CLASSES = 10
-
-
-def fnn() -> nn.Sequential:
-    """The paper's fully-connected network for MNIST, 784-1024-512-10."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, CLASSES)
-    )
-
-
-def mini_vgg() -> nn.Sequential:
-    """The paper's small VGG for 3×32×32 images, in ``channels_last``."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for stage in ((64, 64), (128, 128), (256,)):
-        for width in stage:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(channels * 4 * 4, 1024), nn.ReLU(), nn.Linear(1024, CLASSES)]
-    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
 def paper_loss(outputs: Tensor, labels: Tensor) -> Tensor:

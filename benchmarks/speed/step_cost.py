@@ -3,8 +3,8 @@
 Prints ratios to the SGD step of the same round: the optimizers take turns, so that a machine that is busy for a while
 is busy for all of them. Needs the extra ``benchmarks``.
 
-    python benchmarks/step_cost.py                    # both networks, one thread and all threads
-    python benchmarks/step_cost.py --network fnn --threads 1 --rounds 30
+    python -m benchmarks.speed.step_cost                    # both networks, one thread and all threads
+    python -m benchmarks.speed.step_cost --network fnn --threads 1 --rounds 30
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import CLASSES, Contender, clock, contenders, fnn, mini_vgg, paper_loss, state_bytes, train_step
 from torch import Tensor, nn
 
 import rlsprune
+from benchmarks.common import CLASSES, Contender, clock, contenders, paper_loss, state_bytes, train_step
+from benchmarks.networks import mini_vgg
+from rlsprune.app.models import FNN
 from rlsprune.optim import functional, layer_step
 
 BATCH = 128
@@ -42,7 +44,7 @@ class Case:
 
 
 CASES = {
-    "fnn": Case("FNN 784-1024-512-10", fnn, (1, 28, 28), rounds=15, block=10),
+    "fnn": Case("FNN 784-1024-512-10", FNN, (784,), rounds=15, block=10),
     "vgg": Case("mini-VGG, channels_last", mini_vgg, (3, 32, 32), rounds=10, block=1),
 }
 
@@ -50,7 +52,7 @@ CASES = {
 def batch_for(case: Case) -> tuple[Tensor, Tensor]:
     """A batch of noise: the cost of a step does not depend on the values."""
     images = torch.rand(BATCH, *case.shape)
-    if len(case.shape) == 3 and case.shape[0] > 1:
+    if len(case.shape) == 3:
         images = images.to(memory_format=torch.channels_last)
     return images, torch.randint(CLASSES, (BATCH,))
 

@@ -3,7 +3,7 @@
 Records the mean inputs of a hidden layer while a small network trains on the embedded digits, and replays them into
 float32 and float64 copies of P until so many updates are done. Prints the health of the float32 copy as it goes.
 
-    python benchmarks/soak_inverse.py --steps 200000
+    python -m benchmarks.quality.soak_inverse --steps 200000
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import rlsprune
+from benchmarks.common import paper_loss
 from rlsprune.app.data import Batches, load
 from rlsprune.app.models import FNN
 from rlsprune.optim.functional import gain, rank_one_downdate_
 from rlsprune.optim.health import layer_health
 from rlsprune.optim.layer_step import WIND_UP_LIMIT
-from rlsprune.training.loop import mean_squared_error
 
 MEAN_SCALE = 0.1  # k
 BATCH = 16
@@ -41,7 +41,7 @@ def record(width: int, epochs: int) -> Tensor:
     for _ in range(epochs):
         for images, labels in batches:
             optimizer.zero_grad()
-            mean_squared_error(model(images), labels).backward()
+            paper_loss(model(images), labels).backward()
             optimizer.step()
     return torch.stack(means)
 
