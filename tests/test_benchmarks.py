@@ -84,7 +84,11 @@ def test_readme_gives_a_command_for_each() -> None:
         ("quality.prune_accuracy", "--quick", "| ours: obs, exact P "),
         ("quality.settings", "--images 200 --only knobs", "| 0.6 | "),
         ("quality.soak_inverse", "--steps 20 --epochs 1 --width 8", "True"),
-        ("quality.ablation", "digits-fnn --variants 'as it is' --epochs 3 --train-images 500 --out {out}", "| as it is |"),
+        (
+            "quality.ablation",
+            "digits-fnn --variants 'as it is' --epochs 3 --train-images 500 --out {out}",
+            "| as it is |",
+        ),
     ],
     ids=lambda value: value if "." in value and " " not in value else "",
 )

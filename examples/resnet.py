@@ -1,0 +1,134 @@
+"""A residual network with batch norm, pruned while it trains.
+
+python examples/resnet.py --data cifar-10-batches-bin                 # ResNet-20; hours on one core, so give --images
+python examples/resnet.py                                             # a small one on made-up images, in seconds
+python examples/resnet.py --optimizer rls                             # any optimizer will do
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, relu
+from torch.optim.lr_scheduler import LambdaLR
+
+import rlsprune
+
+
+class Block(nn.Module):
+    """Two convolutions around a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block. What enters the sum goes together: the pruner finds that by itself."""
+        out = self.norm2(self.conv2(relu(self.norm1(self.conv1(x)))))
+        return relu(out + self.shortcut(x))
+
+
+def build_model(blocks: int) -> nn.Sequential:
+    """Three stages of so many blocks; 3 make a ResNet-20."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    for inputs, outputs in ((16, 16), (16, 32), (32, 64)):
+        layers += [
+            Block(inputs if n == 0 else outputs, outputs, outputs // inputs if n == 0 else 1) for n in range(blocks)
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def read(paths: list[Path]) -> tuple[Tensor, Tensor]:
+    """CIFAR-10's binary files: a byte of label and 3,072 of pixels for each image."""
+    records = torch.from_numpy(np.concatenate([np.fromfile(path, np.uint8) for path in paths]).reshape(-1, 3073))
+    return records[:, 1:].view(-1, 3, 32, 32) / 255, records[:, 0].long()
+
+
+def made_up(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Ten blurred patterns of 16×16 pixels, under noise."""
+    patterns = nn.functional.interpolate(torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0)), 16)
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    return patterns[labels] + torch.rand(count, 3, 16, 16, generator=generator), labels
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Loss, and accuracy in %."""
+    model.eval()
+    outputs = torch.cat([model(part) for part in images.split(500)])
+    return cross_entropy(outputs, labels).item(), 100 * (outputs.argmax(1) == labels).float().mean().item()
+
+
+def train(model: nn.Module, images: Tensor, labels: Tensor, kind: str, epochs: int, target: float) -> rlsprune.Pruner:
+    """Trains and prunes the model in place."""
+    mixed = torch.randperm(len(images))
+    held_out, used = mixed[: len(images) // 10], mixed[len(images) // 10 :]
+    few = held_out[:500]  # enough to tell what a layer is worth
+    if kind == "rls":
+        optimizer = rlsprune.RLS(model, lr=0.1)  # batch norm and cross-entropy want less than the paper's 1
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    scheduler = LambdaLR(optimizer, lambda epoch: min(1.0, 2 * (1 - epoch / epochs)))
+    pruner = rlsprune.Pruner(
+        model,
+        optimizer,
+        images[:2],
+        ratio=0.25,
+        warmup_epochs=epochs // 8,
+        tolerance=0.1,
+        target={"flops": target},
+        # Each event takes its channels where they cost this loss least, so layers are not pruned evenly.
+        held_out_loss=lambda: evaluate(model, images[few], labels[few])[0],
+        on_prune=lambda event: print(f"epoch {event.epoch}: {event.flops_after / event.flops_before:.0%} of the FLOPs"),
+    )
+    for epoch in range(1, epochs + 1):
+        model.train()
+        for batch in used[torch.randperm(len(used))].split(64):
+            flip = torch.rand(len(batch), 1, 1, 1) < 0.5
+            inputs = torch.where(flip, images[batch].flip(-1), images[batch])
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), labels[batch]).backward()
+            optimizer.step()
+        scheduler.step()
+        if epoch > 0.7 * epochs:
+            pruner.stop()  # the rest is for recovery, at a falling rate
+        pruner.step(evaluate(model, images[held_out], labels[held_out])[0])
+    pruner.finish()
+    return pruner
+
+
+def main(arguments: list[str] | None = None) -> nn.Module:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="the folder of CIFAR-10's binary files; default: made-up images")
+    parser.add_argument("--images", type=int, default=50_000, help="to train on")
+    parser.add_argument("--optimizer", choices=("adamw", "rls"), default="adamw")
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--target", type=float, default=0.4, help="the share of the FLOPs that stays")
+    parser.add_argument("--out", default="resnet.safetensors")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    if options.data:
+        train_set, test_set = read(sorted(options.data.glob("data_batch_*"))), read([options.data / "test_batch.bin"])
+    else:
+        train_set, test_set = made_up(1000, 1), made_up(500, 2)
+    images, labels = (part[: options.images] for part in train_set)
+    model = build_model(blocks=3 if options.data else 1)
+    before = rlsprune.profile(model, images[:64])
+    train(model, images, labels, options.optimizer, options.epochs, options.target)
+    print(rlsprune.profile(model, images[:64], before))
+    print(f"test accuracy {evaluate(model, *test_set)[1]:.2f} %")
+    rlsprune.save(model, options.out)  # rlsprune.load(path, into=build_model(…)) brings it back
+    return model
+
+
+if __name__ == "__main__":
+    main()
