@@ -73,7 +73,7 @@ class Aim:
 
     def reached(self, metrics: Mapping[str, Any]) -> bool:
         """Whether it was in an epoch; a share of nodes cannot hit one of weights exactly."""
-        return bool(metrics["precision"] >= self.precision and metrics["weights_percent"] <= self.weights + 0.2)
+        return bool(metrics["precision"] >= self.accuracy and metrics["weights_percent"] <= self.weights + 0.2)
 
     def settings(self, method: str) -> dict[str, float]:
         """With which a method leaves just so many weights; there are none for the paper's own."""
@@ -113,9 +113,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     """Prints the table, a row when it is known; the networks go to the folder."""
     shared = {"seed": options.seed, "data_dir": options.data_dir, "threads": 1}
     config = make_config("mnist-fnn", "none", optimizer="sgd", epochs=options.reference_epochs, **shared)
-    unpruned, aim = train(config, None, folder / "unpruned"), Aim(options.weights, options.precision)
+    unpruned, aim = train(config, None, folder / "unpruned"), Aim(options.weights, options.accuracy)
     print("| method | epochs | reached after | precision % | weights % | time |\n|---|---:|---:|---:|---:|---:|")
-    print(f"| unpruned, SGD | {config.epochs} | - | {unpruned.precision:.2f} | 100 | 1 |", flush=True)
+    print(f"| unpruned, SGD | {config.epochs} | - | {unpruned.accuracy:.2f} | 100 | 1 |", flush=True)
     got_there: set[str] = set()
     for method in options.methods.split(","):
         if method == "scratch" and "rls" not in got_there:
@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
                 break
         ratio = f"{result.seconds / unpruned.seconds:.2f}" if result.epoch else "-"
         reached = f"epoch {result.epoch}" if result.epoch else "never"
-        row = (method, str(epochs), reached, f"{result.precision:.2f}", f"{result.weights:.1f}", ratio)
+        row = (method, str(epochs), reached, f"{result.accuracy:.2f}", f"{result.weights:.1f}", ratio)
         print("| " + " | ".join(row) + " |", flush=True)
 
 
