@@ -1,4 +1,4 @@
-"""What the benchmarks share: the paper's loss, the optimizers to compare, and how to time them."""
+"""What the benchmarks share: a training step, the optimizers to compare, and how to time them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, one_hot
 from torch.optim import Optimizer
 from torch.optim import _muon as torch_muon
 
 import rlsprune
+from rlsprune.app.config.losses import mean_squared_error
 
 try:
     from pytorch_optimizer import SOAP, ScalableShampoo
@@ -28,17 +28,11 @@ except ImportError:
 CLASSES = 10
 
 
-def paper_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The paper's J: half the squared error to the one-hot targets, summed over outputs, averaged over the batch."""
-    targets = one_hot(labels, CLASSES).to(outputs.dtype)
-    return mse_loss(outputs, targets, reduction="sum") / (2 * len(outputs))
-
-
 def train_step(model: nn.Module, optimizers: Iterable[Optimizer], images: Tensor, labels: Tensor) -> None:
     """One full training step."""
     for optimizer in optimizers:
         optimizer.zero_grad()
-    paper_loss(model(images), labels).backward()
+    mean_squared_error(model(images), labels).backward()
     for optimizer in optimizers:
         optimizer.step()
 

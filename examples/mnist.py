@@ -6,8 +6,6 @@
 RESULT
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import time
@@ -33,19 +31,17 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def read(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Images (N, 28, 28) between 0 and 1, and labels; an idx file has a header of 16 or 8 bytes, then one byte each."""
+    """Images (N, 28, 28) between 0 and 1, and labels. An idx file has 16 or 8 bytes of header, then one byte each."""
     arrays = []
-    for kind, header in (("images-idx3", 16), ("labels-idx1", 8)):
-        path = next(folder.glob(f"{part}-{kind}-ubyte*"), None)
-        if path is None:
-            raise SystemExit(f"{folder} has no {part}-{kind}-ubyte: put MNIST's four files there")
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    for name, header in ((f"{part}-images-idx3-ubyte", 16), (f"{part}-labels-idx1-ubyte", 8)):
+        path = folder / name
+        content = path.read_bytes() if path.exists() else gzip.decompress(folder.joinpath(f"{name}.gz").read_bytes())
         arrays.append(torch.from_numpy(np.frombuffer(content, np.uint8)[header:].copy()))
     return arrays[0].view(-1, 28, 28) / 255, arrays[1].long()
 
 
 def made_up(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The same of ten blurred patterns inside a black margin, under noise."""
+    """The same of ten patterns inside a black margin, under noise."""
     patterns = torch.rand(10, 1, 5, 5, generator=torch.Generator().manual_seed(0))
     clean = nn.functional.pad(nn.functional.interpolate(patterns, 20, mode="bilinear"), (4,) * 4)[:, 0]
     generator = torch.Generator().manual_seed(seed)
@@ -79,10 +75,9 @@ def train(images: Tensor, labels: Tensor, epochs: int, seed: int) -> nn.Module:
     # With a small k, and a P that starts anew at a prune, what is left of the network learns as fast as at first.
     optimizer = rlsprune.RLS(model, mean_scale=0.01)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (1 - step / (epochs * steps)) / 0.4))
-    pruner = rlsprune.Pruner(
-        model, optimizer, images[:1].flatten(1), ratio=0.4, warmup_epochs=1, inverse="reset", tolerance=0.05,
-        patience=3, target={"params": 0.1}, on_prune=print,
-    )  # fmt: skip
+    settings = {"ratio": 0.4, "warmup_epochs": 1, "inverse": "reset", "tolerance": 0.05, "patience": 3}
+    example, target = images[:1].flatten(1), {"params": 0.1}
+    pruner = rlsprune.Pruner(model, optimizer, example, **settings, target=target, on_prune=print)
     pruner.follow(average)  # the mean loses the same channels
 
     for epoch in range(1, epochs + 1):
@@ -110,15 +105,17 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="mnist.safetensors")
     options = parser.parse_args(arguments)
-    started = time.process_time()
-    small = train(*(read(options.data, "train") if options.data else made_up(1500, 1)), options.epochs, options.seed)
-    _, accuracy = evaluate(small, *(read(options.data, "t10k") if options.data else made_up(500, 2)))
+    if options.data:
+        train_set, test_set = read(options.data, "train"), read(options.data, "t10k")
+    else:
+        train_set, test_set = made_up(1500, seed=1), made_up(500, seed=2)
+    small = train(*train_set, options.epochs, options.seed)
     before, after = (sum(p.numel() for p in network.parameters()) for network in (build_model(), small))
-    print(f"{after:,} of {before:,} parameters ({after / before:.1%}), test accuracy {accuracy:.2f} %")
     print(
-        f"{time.process_time() - started:.0f} s of processor time; rlsprune.load({options.out!r}, into=build_model())"
+        f"{after:,} of {before:,} parameters ({after / before:.1%}) after {time.process_time():.0f} s of processor time"
     )
-    rlsprune.save(small, options.out)
+    print(f"test accuracy {evaluate(small, *test_set)[1]:.2f} %")
+    rlsprune.save(small, options.out)  # rlsprune.load(path, into=build_model()) brings it back
     return small
 
 

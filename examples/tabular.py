@@ -6,8 +6,6 @@ The table is made up: five of its forty columns tell the class, five repeat thos
 network ends with few columns and few units, in a file of its own and in one for ONNX Runtime.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

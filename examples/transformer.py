@@ -7,8 +7,6 @@ wide feed-forward layers have more room than that takes. The width of the embedd
 tie it together through the whole network.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

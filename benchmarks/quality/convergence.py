@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.common import Contender, clock, contenders, paper_loss, train_step
+from benchmarks.common import Contender, clock, contenders, train_step
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, Dataset, Split, load
 from rlsprune.app.models import FNN
 
@@ -49,7 +50,7 @@ def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
     """Accuracy in % and loss."""
     outputs = torch.cat([model(part.flatten(1).float().div_(255)) for part in split.images.split(1000)])
     accuracy = (outputs.argmax(1) == split.labels).float().mean().item()
-    return 100 * accuracy, paper_loss(outputs, split.labels).item()
+    return 100 * accuracy, mean_squared_error(outputs, split.labels).item()
 
 
 def train(contender: Contender, lr: float, data: Dataset, epochs: int, max_seconds: float, seed: int) -> Curve:

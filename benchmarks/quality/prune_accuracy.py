@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch_pruning.pruner import importance
 
 import rlsprune
-from benchmarks.common import CLASSES, paper_loss, train_step
+from benchmarks.common import CLASSES, train_step
 from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, Dataset, Split, load
 from rlsprune.app.experiments.recipe import load_data
 from rlsprune.app.experiments.registry import experiment
@@ -168,7 +169,7 @@ def prune_by_rival(trained: Trained, score: Any, ratio: float) -> nn.Module:
         model.eval()
         model.zero_grad()
         for images, labels in trained.batches:
-            paper_loss(model(images), labels).backward()
+            mean_squared_error(model(images), labels).backward()
     output = [module for module in model.modules() if getattr(module, "out_features", 0) == CLASSES]
     pruner = torch_pruning.pruner.BasePruner(model, trained.example, score, pruning_ratio=ratio, ignored_layers=output)
     pruner.step()

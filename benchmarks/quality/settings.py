@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
 import rlsprune
-from benchmarks.common import paper_loss
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, load
 from rlsprune.training.loop import Loss, evaluate
 
@@ -100,7 +100,7 @@ def from_scratch(digits: Digits) -> None:
     makers["SGD 0.1"] = lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9)
     print(f"| network | loss | {' | '.join(makers)} |\n|---|---|{'---:|' * len(makers)}")
     for name, build in NETWORKS.items():
-        for loss_name, loss in (("squared error", paper_loss), ("cross-entropy", cross_entropy)):
+        for loss_name, loss in (("squared error", mean_squared_error), ("cross-entropy", cross_entropy)):
             cells = [trained(digits, build, make, loss) for make in makers.values()]
             print(f"| {name} | {loss_name} | {' | '.join(cells)} |", flush=True)
 

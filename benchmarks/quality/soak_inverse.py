@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rlsprune
-from benchmarks.common import paper_loss
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, load
 from rlsprune.app.models import FNN
 from rlsprune.optim.functional import gain, rank_one_downdate_
@@ -41,7 +41,7 @@ def record(width: int, epochs: int) -> Tensor:
     for _ in range(epochs):
         for images, labels in batches:
             optimizer.zero_grad()
-            paper_loss(model(images), labels).backward()
+            mean_squared_error(model(images), labels).backward()
             optimizer.step()
     return torch.stack(means)
 

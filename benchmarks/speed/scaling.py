@@ -27,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import rlsprune
-from benchmarks.common import CLASSES, paper_loss
+from benchmarks.common import CLASSES
 from benchmarks.networks import mini_vgg
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.models import FNN
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -92,7 +93,7 @@ def rank_main(network: str, batch: int, steps: int) -> None:
             dist.barrier()
             started = time.perf_counter()
             optimizer.zero_grad()
-            paper_loss(model(images), labels).backward()
+            mean_squared_error(model(images), labels).backward()
             optimizer.step()
             dist.barrier()
             times.append(time.perf_counter() - started)

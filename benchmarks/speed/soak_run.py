@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import rlsprune
-from benchmarks.common import paper_loss
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.config.settings import OURS
 from rlsprune.app.data.datasets import Dataset, Split
 from rlsprune.app.run.execute import train_and_prune
@@ -116,7 +116,7 @@ def recipe(epochs: int) -> Recipe:
         build_model=build_model,
         build_optimizer=rlsprune.RLS,
         build_method=lambda model, optimizer, example: RLSPruning(model, optimizer, example, EVERY_EPOCH, epochs, 0),
-        loss=paper_loss,
+        loss=mean_squared_error,
         gate="train",
         epochs=epochs,
         batch_size=BATCH,

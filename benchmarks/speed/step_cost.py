@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import rlsprune
-from benchmarks.common import CLASSES, Contender, clock, contenders, paper_loss, state_bytes, train_step
+from benchmarks.common import CLASSES, Contender, clock, contenders, state_bytes, train_step
 from benchmarks.networks import mini_vgg
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.models import FNN
 from rlsprune.optim import functional, layer_step
 
@@ -145,7 +146,7 @@ def breakdown(case: Case, steps: int) -> None:
 
     def passes(model: nn.Module) -> None:
         model.zero_grad()
-        paper_loss(model(images), labels).backward()
+        mean_squared_error(model(images), labels).backward()
 
     patches = [
         (functional, "gain", "gain u = P x"),

@@ -34,7 +34,7 @@ def small_network(out: Path) -> tuple[int, float]:
     data = load_data(CONFIG)
     recipe = make_recipe(CONFIG, data)
     network = modelfile.load(out / "model.safetensors", into=recipe.build_model())
-    return parameter_count(network), evaluate(network, recipe.evaluation_batches(data.test), recipe.loss).precision
+    return parameter_count(network), evaluate(network, recipe.evaluation_batches(data.test), recipe.loss).accuracy
 
 
 def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

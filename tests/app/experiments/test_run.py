@@ -10,6 +10,7 @@ import torch
 
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.experiment import make_config
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.experiments.methods import take_shape
 from rlsprune.app.experiments.recipe import load_data, run
 from rlsprune.app.experiments.registry import METHODS, experiment
@@ -17,7 +18,7 @@ from rlsprune.app.models import ResNet
 from rlsprune.app.run.counting import count_retained
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io import modelfile
-from rlsprune.training.loop import evaluate, mean_squared_error
+from rlsprune.training.loop import evaluate
 
 OPTIONS = ["--epochs", "3", "--warmup-epochs", "1", "--train-images", "300", "--test-images", "100", "--threads", "1"]
 METRICS = {
@@ -76,7 +77,7 @@ def _check_model(folder: RunFolder, summary: dict[str, Any], last: dict[str, Any
     assert [layer["weights"] for layer in summary["layers"]] == [count.weights for count in counts.values()]
     test = load_data(make_config("digits-fnn", train_images=300, test_images=100)).test
     result = evaluate(model, [(test.images.flatten(1) / 255, test.labels)], mean_squared_error)
-    assert result.precision == last["precision"]
+    assert result.accuracy == last["precision"]
     assert result.loss == pytest.approx(last["test_loss"], rel=1e-4)
 
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rlsprune.app.config.experiment import GATES, LOSSES
+from rlsprune.app.config.experiment import GATES
+from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.settings import ON_FAULT, OURS
 from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
 
@@ -95,8 +96,8 @@ Loss = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help=f"One of {_choices(LOSSES)}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
-        autocompletion=_completing(LOSSES),
+        help=f"One of {_choices(tuple(LOSSES))}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
+        autocompletion=_completing(tuple(LOSSES)),
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch, instead of the preset's.")]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.plain import from_plain
 from rlsprune.app.config.settings import ON_FAULT, PruningSettings, TrainingSettings, check_option
 from rlsprune.app.data.augmentation import parse_augmentation
@@ -14,7 +15,6 @@ from rlsprune.app.experiments.registry import BASELINES, METHODS, OPTIMIZERS, PR
 __all__ = ["PAPER", "RunConfig", "make_config"]
 
 GATES = ("train", "batch", "valid")
-LOSSES = ("mse", "cross-entropy")
 
 
 PAPER = PruningSettings(
@@ -74,7 +74,7 @@ class RunConfig:
         _among("method", self.method, METHODS)
         _among("optimizer", self.optimizer, OPTIMIZERS)
         _among("gate", self.gate, GATES)
-        _among("loss", self.loss, LOSSES)
+        _among("loss", self.loss, tuple(LOSSES))
         _among("on_fault", self.on_fault, ON_FAULT)
         if self.augment is not None:
             parse_augmentation(self.augment)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsprune.app.config.experiment import GATES, LOSSES
+from rlsprune.app.config.experiment import GATES
+from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.plain import from_plain
 from rlsprune.app.config.settings import ON_FAULT, OURS, PruningSettings, TrainingSettings, check_option
 from rlsprune.app.data.augmentation import parse_augmentation

@@ -80,7 +80,7 @@ def shrink_run(
     points: list[Point] = []
 
     def note(point: FrontPoint, network: nn.Module) -> None:
-        points.append({**asdict(point), "precision": evaluate(network, test, recipe.loss).precision})
+        points.append({**asdict(point), "precision": evaluate(network, test, recipe.loss).accuracy})
         if point.within:
             modelfile.save(network, out / "model.safetensors", metadata={"config": config.to_dict()})
         written(finished=False)

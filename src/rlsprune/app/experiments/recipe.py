@@ -9,6 +9,7 @@ from torch import nn
 
 from rlsprune.app import data
 from rlsprune.app.config.experiment import HELD_OUT_SHARE, RunConfig
+from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.data.datasets import Dataset, stratified_choice
 from rlsprune.app.experiments.methods import build_method, build_model, build_optimizer, take_shape
 from rlsprune.app.experiments.registry import experiment
@@ -16,7 +17,6 @@ from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.recipe import Recipe
-from rlsprune.training.loop import LOSSES
 
 __all__ = ["load_data", "make_recipe", "run"]
 

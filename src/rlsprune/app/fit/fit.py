@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from rlsprune.app.config.experiment import HELD_OUT_SHARE
 from rlsprune.app.config.fit import BATCH_NORM_RATE, LEARNING_RATES, FitConfig
+from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.data.arrays import read_npz
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.data.errors import DataError
@@ -28,7 +29,7 @@ from rlsprune.distributed.torchrun import leads
 from rlsprune.io import modelfile
 from rlsprune.io.export import export_onnx
 from rlsprune.optim.rls import RLS
-from rlsprune.training.loop import LOSSES, evaluate
+from rlsprune.training.loop import evaluate
 
 __all__ = ["ONNX_PACKAGES", "fit", "load_own_data", "make_own_recipe", "missing_onnx_packages"]
 
@@ -157,7 +158,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         return recipe
     prepare(model)  # also: weights that do not fit are found before anything is written
     given = evaluate(model, recipe.evaluation_batches(loaded.test), recipe.loss)
-    return replace(recipe, title={**recipe.title, "given_precision": given.precision})
+    return replace(recipe, title={**recipe.title, "given_precision": given.accuracy})
 
 
 def _default_rate(config: FitConfig, model: nn.Module) -> float:

@@ -37,9 +37,9 @@ class Record:
             "epoch": epoch,
             "kind": event.kind,
             "loss": event.loss,
-            "precision_before": before.precision,
-            "precision_after": after.precision,
-            "epochs_to_recover": 0 if after.precision >= before.precision else None,
+            "precision_before": before.accuracy,
+            "precision_after": after.accuracy,
+            "epochs_to_recover": 0 if after.accuracy >= before.accuracy else None,
             "layers": [{"name": name, "before": old, "after": new} for name, old, new in event.layers],
         }
         self.events.append(line)
