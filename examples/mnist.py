@@ -69,7 +69,6 @@ def train(images: Tensor, labels: Tensor, epochs: int, seed: int) -> nn.Module:
     model, mixed = build_model(), torch.randperm(len(images))
     held_out, used = mixed[: len(images) // 12], mixed[len(images) // 12 :]
     count, steps = len(used), -(-len(used) // 128)
-
     # What is kept is the mean of the weights over about an epoch; early on over less, to leave the first ones behind.
     average = AveragedModel(model, avg_fn=lambda mean, new, n: mean.lerp(new, max(1 / steps, 3 / (3 + float(n)))))
     # With a small k, and a P that starts anew at a prune, what is left of the network learns as fast as at first.
@@ -79,7 +78,6 @@ def train(images: Tensor, labels: Tensor, epochs: int, seed: int) -> nn.Module:
     example, target = images[:1].flatten(1), {"params": 0.1}
     pruner = rlsprune.Pruner(model, optimizer, example, **settings, target=target, on_prune=print)
     pruner.follow(average)  # the mean loses the same channels
-
     for epoch in range(1, epochs + 1):
         if pruner.done and pruner.recovered:
             used = mixed  # nothing depends on the held-out images any more: train on them too
@@ -111,10 +109,8 @@ def main(arguments: list[str] | None = None) -> nn.Module:
         train_set, test_set = made_up(1500, seed=1), made_up(500, seed=2)
     small = train(*train_set, options.epochs, options.seed)
     before, after = (sum(p.numel() for p in network.parameters()) for network in (build_model(), small))
-    print(
-        f"{after:,} of {before:,} parameters ({after / before:.1%}) after {time.process_time():.0f} s of processor time"
-    )
-    print(f"test accuracy {evaluate(small, *test_set)[1]:.2f} %")
+    print(f"{after:,} of {before:,} parameters ({after / before:.1%}), {evaluate(small, *test_set)[1]:.2f} % accuracy")
+    print(f"{time.process_time():.0f} s of processor time")
     rlsprune.save(small, options.out)  # rlsprune.load(path, into=build_model()) brings it back
     return small
 

@@ -71,24 +71,24 @@ def train(model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor
     held_out, used = mixed[: len(images) // 10], mixed[len(images) // 10 :]
     scheduler = LambdaLR(optimizer, lambda epoch: min(1.0, 2 * (1 - epoch / epochs)))
 
-    def held_out_loss() -> float:
-        """Each event takes its channels where they cost this loss least, so layers are not pruned evenly."""
-        return evaluate(model, images[held_out[:500]], labels[held_out[:500]])[0]
+    def held_out_loss(most: int | None = None) -> float:
+        return evaluate(model, images[held_out[:most]], labels[held_out[:most]])[0]
 
     settings = {"ratio": 0.25, "warmup_epochs": epochs // 8, "tolerance": 0.1, "target": {"flops": 0.4}}
-    pruner = rlsprune.Pruner(model, optimizer, images[:2], **settings, held_out_loss=held_out_loss, on_prune=print)
+    settings |= {"held_out_loss": lambda: held_out_loss(500)}  # each event takes channels where this rises least
+    pruner = rlsprune.Pruner(model, optimizer, images[:2], **settings, on_prune=print)
     for epoch in range(1, epochs + 1):
         model.train()
         for batch in used[torch.randperm(len(used))].split(64):
-            flip = torch.rand(len(batch), 1, 1, 1) < 0.5
-            inputs = torch.where(flip, images[batch].flip(-1), images[batch])
+            mirrored = torch.rand(len(batch), 1, 1, 1) < 0.5
+            inputs = torch.where(mirrored, images[batch].flip(-1), images[batch])
             optimizer.zero_grad()
             cross_entropy(model(inputs), labels[batch]).backward()
             optimizer.step()
         scheduler.step()
         if epoch > 0.7 * epochs:
             pruner.stop()  # the rest is for recovery, at a falling rate
-        pruner.step(evaluate(model, images[held_out], labels[held_out])[0])
+        pruner.step(held_out_loss())
     pruner.finish()
 
 
@@ -102,11 +102,9 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     parser.add_argument("--out", default="resnet.safetensors")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    if options.data:
-        train_set, test_set = read(sorted(options.data.glob("data_batch_*"))), read([options.data / "test_batch.bin"])
-    else:
-        train_set, test_set = made_up(1000, 1), made_up(500, 2)
-    images, labels = (part[: options.images] for part in train_set)
+    images, labels = read(sorted(options.data.glob("data_batch_*"))) if options.data else made_up(1000, seed=1)
+    images, labels = images[: options.images], labels[: options.images]
+    test_set = read([options.data / "test_batch.bin"]) if options.data else made_up(500, seed=2)
     model = build_model(blocks=3 if options.data else 1)
     before = rlsprune.profile(model, images[:64])
     # With batch norm and cross-entropy RLS wants less than the paper's rate of 1.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +52,8 @@ def test_public_api_alone(name: str) -> None:
     modules |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
     assert {module.split(".")[0] for module in modules} <= ALLOWED
     assert not any(module.startswith("rlsprune.") for module in modules)
-    uses = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not any(attribute.startswith("_") for attribute in uses)
+    uses = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} - {"__init__"}
+    assert not [attribute for attribute in uses if attribute.startswith("_")]
 
 
 @given("mnist")
@@ -89,7 +88,7 @@ def test_mnist_moves_by_a_pixel_at_most(example: object) -> None:
 @given("resnet")
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("rls", marks=pytest.mark.slow)])
 def test_resnet(example: object, optimizer: str, tmp_path: Path) -> None:
-    small = example.main(["--epochs", "8", "--optimizer", optimizer, "--out", "small"])
+    small = example.main(["--epochs", "5", "--optimizer", optimizer, "--out", "small"])
     images, labels = example.made_up(500, 2)
     check(small, tmp_path / "small", example.build_model(1), images, labels, most=0.5)
 
@@ -125,7 +124,7 @@ def test_transformer(example: object, tmp_path: Path) -> None:
     check(small, tmp_path / "small", example.Classifier(), *example.make_data(500, 2), most=0.85)
     widths = [layer.linear1.out_features for layer in small.encoder.layers]
     assert all(width < 128 for width in widths)
-    assert all(a.weight.shape[1] == width for a, width in zip((l.linear2 for l in small.encoder.layers), widths))
+    assert widths == [layer.linear2.in_features for layer in small.encoder.layers]
 
 
 @given("accelerate_loop")
