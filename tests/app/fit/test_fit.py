@@ -307,6 +307,7 @@ def test_file_that_is_not_there_is_not_said_to_be_one_of_the_catalogue(
         assert "data get" not in error
 
 
+@pytest.mark.filterwarnings("ignore:nothing was ever pruned")
 def test_run_of_a_device_that_is_not_here_goes_on_with_another(
     networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
