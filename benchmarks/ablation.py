@@ -1,6 +1,6 @@
 """What each part of `rls` is worth: leaves one out, or puts one in, and looks at images that no run has trained on.
 
-`python benchmarks/ablation.py mnist-fnn --seeds 0,1,2` prints a table: precision on validation images, which are
+`python benchmarks/ablation.py mnist-fnn --seeds 0,1,2` prints a table: accuracy on validation images, which are
 training images of the data set that are left out of the runs. The test images are not looked at. Time is a ratio to the
 first variant's. Finished runs are kept in --out and not made again.
 """
@@ -36,10 +36,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "rate stays": {"training": {"lr_decay": 0.0}},
     "25 % at a time": {"pruning": {"ratio": 0.25}},
     "60 % at a time": {"pruning": {"ratio": 0.6}},
-    "the same of every layer": {"pruning": {"spread": False}},
-    "where it costs least": {"pruning": {"spread": True}},
+    "the same of every layer": {"pruning": {"allocate": False}},
+    "where it costs least": {"pruning": {"allocate": True}},
     "prunes up to 80 %": {"pruning": {"settle": 0.2}},
-    "gate: training loss": {"pruning": {"gate": "train", "spread": False}},
+    "gate: training loss": {"pruning": {"gate": "train", "allocate": False}},
     "not compensated": {"pruning": {"compensate": False}},
     "training P": {"pruning": {"statistics": "training"}},
     "P by its Schur complement": {"pruning": {"inverse": "schur"}},
@@ -108,13 +108,13 @@ def main() -> None:
     head, *others = options.variants
     as_first = config_of(head, options, 0)
     first = None
-    print(f"| {options.experiment} | precision % | loss | weights % | time |\n|---|---:|---:|---:|---:|")
+    print(f"| {options.experiment} | accuracy % | loss | weights % | time |\n|---|---:|---:|---:|---:|")
     for variant in [head, *(other for other in others if config_of(other, options, 0) != as_first)]:
         summaries = [summary_of(variant, options, seed) for seed in map(int, options.seeds.split(","))]
         means = {name: statistics.fmean(s[name] for s in summaries) for name in ("loss", "weights_percent", "seconds")}
         first = first or means["seconds"]
         columns = [
-            ", ".join(f"{summary['precision']:.2f}" for summary in summaries),
+            ", ".join(f"{summary['accuracy']:.2f}" for summary in summaries),
             f"{means['loss']:.4f}",
             f"{means['weights_percent']:.1f}",
             f"{means['seconds'] / first:.2f}",

@@ -22,9 +22,9 @@ def test_evaluation_weights_every_image_alike_whatever_the_batches() -> None:
     whole = evaluate(model, [(inputs, labels)], mean_squared_error)
     parts = evaluate(model, [(inputs[:7], labels[:7]), (inputs[7:], labels[7:])], mean_squared_error)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert parts.precision == whole.precision
+    assert parts.accuracy == whole.accuracy
     expected = (model.eval()(inputs).argmax(1) == labels).float().mean().item() * 100
-    assert whole.precision == pytest.approx(expected)
+    assert whole.accuracy == pytest.approx(expected)
 
 
 def test_evaluation_puts_the_mode_back() -> None:

@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
     """How a network does on a split."""
 
     loss: float
-    precision: float
+    accuracy: float
     """Percentage of images whose class was found."""
 
 
@@ -109,7 +109,7 @@ def train_epoch(
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], loss_function: Loss, share: Share = ALONE) -> Evaluation:
-    """Loss and precision, in evaluation mode; the mode is put back after."""
+    """Loss and accuracy, in evaluation mode; the mode is put back after."""
     losses, corrects, seen = [], [], 0
     with evaluating(model):
         for inputs, labels in share.of_batches(batches):

@@ -91,7 +91,7 @@ def test_live_display_interrupted_and_gone_on_with(tmp_path: Path) -> None:
     assert re.search(r"epoch +━.* 1/300", shown)
     assert re.search(r"batch +━.* \d/3", shown)
     assert re.search(r"loss +0\.\d{4} in this batch", shown)
-    assert re.search(r"precision +\d+\.\d\d %", shown)
+    assert re.search(r"accuracy +\d+\.\d\d %", shown)
     assert re.search(r"input +█+ +784 of 784 +100\.0 %", shown), "the network at full size"
     assert re.search(r"fc1 +█+░+ +\d+ of 1,024", shown), "and smaller"
     assert "\x1b[?25h" in terminal.written.decode()[-400:], "the cursor is there again"
@@ -161,8 +161,8 @@ def test_names_are_shown_as_they_are(kind: type[LineObserver], name: str, capsys
             "epoch": 1,
             "kind": "prune",
             "layers": [{"name": name, "before": 2, "after": 1}],
-            "precision_before": 1.0,
-            "precision_after": 1.0,
+            "accuracy_before": 1.0,
+            "accuracy_after": 1.0,
         }
     )
     observer.close()
@@ -170,7 +170,7 @@ def test_names_are_shown_as_they_are(kind: type[LineObserver], name: str, capsys
     assert f"pruned {name} 2→1" in shown
 
 
-METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "precision": 90.0, "weights_percent": 40.0}
+METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "accuracy": 90.0, "weights_percent": 40.0}
 
 
 @pytest.mark.parametrize(

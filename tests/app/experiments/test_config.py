@@ -186,23 +186,23 @@ def test_tolerance_is_ours_unless_another_is_asked_for(tmp_path: Path) -> None:
         make_config("mnist-fnn", "l1-norm", tolerance=0.1)
 
 
-def test_events_are_spread_on_the_vggs_unless_there_is_nothing_to_measure_by(tmp_path: Path) -> None:
-    def spread(name: str, **options: Any) -> bool:
+def test_events_are_allocated_on_the_vggs_unless_there_is_nothing_to_measure_by(tmp_path: Path) -> None:
+    def allocates(name: str, **options: Any) -> bool:
         config = make_config(name, **options)
         assert config.pruning is not None
-        return config.pruning.spread
+        return config.pruning.allocate
 
-    assert spread("cifar10-vgg")
-    assert not spread("cifar10-vgg", spread=False)
-    assert not spread("cifar10-vgg", gate="train")
-    assert spread("mnist-fnn", spread=True)
-    assert not spread("mnist-fnn")
-    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --spread"):
-        make_config("cifar10-vgg", spread=True, gate="train")
-    with pytest.raises(ValueError, match="--spread is for rls: rls-paper"):
-        make_config("cifar10-vgg", "rls-paper", spread=True)
-    runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path, spread=True)}
-    assert runs["rls"].pruning == replace(experiment("mnist-fnn").pruning, spread=True)
+    assert allocates("cifar10-vgg")
+    assert not allocates("cifar10-vgg", allocate=False)
+    assert not allocates("cifar10-vgg", gate="train")
+    assert allocates("mnist-fnn", allocate=True)
+    assert not allocates("mnist-fnn")
+    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --allocate"):
+        make_config("cifar10-vgg", allocate=True, gate="train")
+    with pytest.raises(ValueError, match="--allocate is for rls: rls-paper"):
+        make_config("cifar10-vgg", "rls-paper", allocate=True)
+    runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path, allocate=True)}
+    assert runs["rls"].pruning == replace(experiment("mnist-fnn").pruning, allocate=True)
     assert runs["rls-paper"].pruning == PAPER
 
 

@@ -57,10 +57,10 @@ def fit(
         float, typer.Option("--ratio", help="ξ: the share of a layer that may go at an event.")
     ] = OURS.ratio,
     tolerance: options.Tolerance = None,
-    spread: Annotated[
+    allocate: Annotated[
         bool,
-        typer.Option("--spread", help=options.SPREAD),
-    ] = OURS.spread,
+        typer.Option("--allocate", help=options.ALLOCATE),
+    ] = OURS.allocate,
     epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
     warmup_epochs: Annotated[
         int | None,
@@ -113,7 +113,7 @@ def fit(
         ratio=ratio,
         target=target,
         tolerance=tolerance,
-        spread=spread,
+        allocate=allocate,
         epochs=epochs,
         warmup_epochs=warmup_epochs,
         gate=gate,
@@ -171,7 +171,7 @@ def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorbo
     if as_json:
         typer.echo(json.dumps(summary))
     elif not quiet:
-        if "given_precision" in summary:
-            typer.echo(f"Precision of the given weights: {summary['given_precision']:.2f} %")
+        if "given_accuracy" in summary:
+            typer.echo(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
         written = [name for name in ("model.safetensors", "model.onnx", "report.html") if (path / name).exists()]
         typer.echo(f"In {path}: {', '.join(written)}")

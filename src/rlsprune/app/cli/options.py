@@ -73,8 +73,8 @@ Tolerance = Annotated[
         help=f"How far above the least loss at a prune is recovered, as a share of it. Default: {OURS.tolerance}.",
     ),
 ]
-SPREAD = "Take from each layer what costs the held-out loss least, instead of ξ from all."
-Spread = Annotated[bool | None, typer.Option("--spread/--no-spread", help=f"{SPREAD} Default: the experiment's.")]
+ALLOCATE = "Take from each layer what costs the held-out loss least, instead of ξ from all."
+Allocate = Annotated[bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
 ]
@@ -151,7 +151,7 @@ def _training(
     warmup_epochs: Warmup = None,
     target: Target = None,
     tolerance: Tolerance = None,
-    spread: Spread = None,
+    allocate: Allocate = None,
     gate: Gate = None,
     loss: Loss = None,
     batch_size: BatchSize = None,

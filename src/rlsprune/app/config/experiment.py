@@ -121,7 +121,7 @@ def make_config(
     ratio: float | None = None,
     target: float | None = None,
     tolerance: float | None = None,
-    spread: bool | None = None,
+    allocate: bool | None = None,
     gate: str | None = None,
     augment: bool | None = None,
     unpruned: bool = False,
@@ -138,7 +138,7 @@ def make_config(
         ratio: ξ of our methods.
         target: The share of the parameters at which `rls` stops pruning; None for the experiment's.
         tolerance: How far above the least loss at any prune, as a share of it, the gate of `rls` still opens.
-        spread: Whether `rls` takes from each layer what costs the held-out loss least; None for the experiment's.
+        allocate: Whether `rls` takes from each layer what costs the held-out loss least; None for the experiment's.
         gate: None for the method's own.
         augment: None for the preset's; what is trained as `rls` is augmented unless it is False.
         unpruned: The method's unpruned twin.
@@ -158,14 +158,14 @@ def make_config(
             remedy = "what it removes is its --rival-ratio" if method in BASELINES else "leave it out"
             raise ValueError(f"--ratio is for rls and rls-paper, not for {method}: {remedy}")
         ours = replace(ours, ratio=ratio)
-    own: dict[str, Any] = {"target": target, "tolerance": tolerance, "spread": spread}
+    own: dict[str, Any] = {"target": target, "tolerance": tolerance, "allocate": allocate}
     own = {option: value for option, value in own.items() if value is not None}
     if own:
         if ours is None or method != "rls":
             raise ValueError(f"--{next(iter(own))} is for rls: {method} prunes as its paper says")
         ours = replace(ours, **own)
     if ours is not None and gate is not None:
-        ours = replace(ours, gate=gate, spread=ours.spread if gate == "valid" else bool(spread))
+        ours = replace(ours, gate=gate, allocate=ours.allocate if gate == "valid" else bool(allocate))
     small = method in ("rls", "scratch")
     like_rls = like_rls or small
     augmented = like_rls or chosen.augment if augment is None else augment

@@ -102,7 +102,7 @@ def make_fit_config(
     ratio: float = OURS.ratio,
     target: float | None = OURS.target,
     tolerance: float | None = None,
-    spread: bool = OURS.spread,
+    allocate: bool = OURS.allocate,
     epochs: int = 20,
     warmup_epochs: int | None = None,
     average: float = 1.0,
@@ -120,7 +120,7 @@ def make_fit_config(
         target: The share of the parameters at which pruning ends.
         tolerance: How far above the least loss at any prune, as a share of it, counts as recovered; None for
             what the experiments use.
-        spread: Whether an event takes from each layer what costs the held-out loss least.
+        allocate: Whether an event takes from each layer what costs the held-out loss least.
         epochs: In all.
         warmup_epochs: Epochs before the first prune; None for a tenth of all, or one with `weights`.
         average: See `TrainingSettings`.
@@ -133,7 +133,7 @@ def make_fit_config(
     file, colon, function = model.rpartition(":")
     absolute = f"{Path(file).absolute()}{colon}{function}" if file.endswith(".py") else model
     gate = given.pop("gate", None) or OURS.gate
-    pruning = replace(OURS, gate=gate, ratio=ratio, target=target, spread=spread)
+    pruning = replace(OURS, gate=gate, ratio=ratio, target=target, allocate=allocate)
     if tolerance is not None:
         pruning = replace(pruning, tolerance=tolerance)
     if warmup_epochs is None:

@@ -141,7 +141,7 @@ def _vgg(name: str, title: str, dataset: str, table: int, presets: Mapping[str, 
         soft_ratio=0.3,
         presets=presets,
         training=replace(_TRAINING, lr_decay=0.85),  # at η = 1 to the middle of a long run the loss would rise again
-        pruning=replace(OURS, target=0.06, spread=True),
+        pruning=replace(OURS, target=0.06, allocate=True),
     )
 
 

@@ -157,7 +157,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         return recipe
     prepare(model)  # also: weights that do not fit are found before anything is written
     given = evaluate(model, recipe.evaluation_batches(loaded.test), recipe.loss)
-    return replace(recipe, title={**recipe.title, "given_precision": given.precision})
+    return replace(recipe, title={**recipe.title, "given_accuracy": given.accuracy})
 
 
 def _default_rate(config: FitConfig, model: nn.Module) -> float:
