@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.app import data
-from rlsprune.app.config.experiment import HELD_OUT_SHARE, RunConfig, make_config
+from rlsprune.app.config.experiment import RunConfig, make_config
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.experiments.jobs import check_settings
 from rlsprune.app.experiments.recipe import make_recipe
 from rlsprune.app.experiments.registry import EXPERIMENTS, experiment
+from rlsprune.app.run.build import hold_out
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 
@@ -76,7 +77,7 @@ def validation_data(config: RunConfig, count: int) -> Dataset:
     split = loaded.take(images + count).hold_out(count, seed=1)
     assert split.valid is not None
     split = replace(split, test=split.valid, valid=None)
-    return split.hold_out(max(1, round(HELD_OUT_SHARE * images))) if config.gate == "valid" else split
+    return hold_out(config, split)
 
 
 def summary_of(variant: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def shrink(
         loss: From outputs and labels.
         score: None for the percentage of inputs whose class is found.
         optimizer: Makes the one that recovers; None for ``RLS(model, lr=0.1)``.
-        ratio: The share of a layer's channels that goes in a round; with ``allocate`` that of all of them, more or less.
+        ratio: The share of a layer's channels that goes in a round; with ``allocate`` of all of them, more or less.
         recovery_epochs: At most, after each round.
         criterion: As of `rlsprune.Pruner`.
         ignore: Names of layers that keep all their channels.

@@ -208,6 +208,7 @@ def read_lines(path: Path) -> object:
     return RunFolder(path.parent).read_lines("metrics")
 
 
+LAYER = {"name": "a", "channels": 1, "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}
 RUN: dict[str, Any] = {
     "config": {"experiment": "digits", "method": "rls", "seed": 0, "epochs": 2, "pruning": {"ratio": 0.25}},
     "environment": {"torch": "2.6", "cores": 2},
@@ -220,7 +221,9 @@ RUN: dict[str, Any] = {
             "gate_level": 0.4,
             "weights_percent": 50.0,
             "flops_percent": 40.0,
-            "layers": [{"name": "a", "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}],
+            "layers": [
+                {"name": "a", "channels": 1, "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}
+            ],
         },
     ],
     "events": [
@@ -239,7 +242,9 @@ RUN: dict[str, Any] = {
         "latency_ms": 1.0,
         "latency_unpruned_ms": 2.0,
         "latency_batch": 1,
-        "layers": [{"name": "a", "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}],
+        "layers": [
+            {"name": "a", "channels": 1, "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}
+        ],
         "input_shape": [1, 2, 3],
         "kept_inputs": [0, 2, 5],
         "mean_input": "AAECAwQF",

@@ -126,10 +126,10 @@ def test_not_on_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     assert lines[-1].endswith("report.html")
 
 
-def rows(*nodes: int, full: int = 100) -> list[dict[str, Any]]:
+def rows(*channels: int, full: int = 100) -> list[dict[str, Any]]:
     return [
-        {"name": f"layer{i}", "nodes": n, "weights": n, "nodes_percent": 100 * n / full, "weights_percent": 50.0}
-        for i, n in enumerate(nodes)
+        {"name": f"layer{i}", "channels": n, "weights": n, "nodes_percent": 100 * n / full, "weights_percent": 50.0}
+        for i, n in enumerate(channels)
     ]
 
 
@@ -230,5 +230,5 @@ def test_loss_is_looked_at_now_and_then_only(shown: tuple[LiveObserver, Console]
 def test_counts_are_not_needed_for_the_display(shown: tuple[LiveObserver, Console]) -> None:
     observer, console = shown
     observer.network(torch.nn.Identity(), rows(7), [])
-    observer.epoch({**METRICS, "gate_level": None}, {"layer0": Retained(7, 7)})
+    observer.epoch({**METRICS, "gate_level": None}, {"layer0": Retained(7, 7, 7)})
     assert "7 of 100" in frame(observer, console)

@@ -215,7 +215,7 @@ def test_pictures_have_words(runs: dict[str, Path], show: Callable[..., Any]) ->
     assert all(image.get_attribute("alt") for image in driver.find_elements("tag name", "img"))
     bars = driver.find_elements("css selector", ".network svg")
     assert len(bars) == 4
-    assert all("nodes" in bar.get_attribute("aria-label") for bar in bars)
+    assert all("channels" in bar.get_attribute("aria-label") for bar in bars)
     headings = driver.execute_script(
         "return [...document.querySelectorAll('h1,h2,h3')].map((h) => Number(h.tagName[1]))"
     )

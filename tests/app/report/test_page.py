@@ -256,13 +256,17 @@ def test_picture_shows_exactly_the_pixels_that_are_read(runs: dict[str, Path], t
 
 
 def test_network_is_to_scale() -> None:
-    layers = [ReportedLayer("input", 50, 0, 50.0, 0.0), ReportedLayer("a", 40, 2000, 20.0, 10.0), ReportedLayer("b", 10, 400, 100.0, 20.0)]
+    layers = [
+        ReportedLayer("input", 800, 0, 50.0, 0.0, 50),
+        ReportedLayer("a", 640, 2000, 20.0, 10.0, 40),
+        ReportedLayer("b", 10, 400, 100.0, 20.0, 10),
+    ]
     first, second, last = draw_network(layers)
-    assert [part.before for part in (first, second, last)] == [250, 500, 25]  # of 100, 200 and 10 nodes
+    assert [part.before for part in (first, second, last)] == [250, 500, 25]  # of 100, 200 and 10 channels
     assert [part.after for part in (first, second, last)] == [125, 100, 25]
     assert (first.before_next, first.after_next) == (second.before, second.after)
     assert (last.before_next, last.after_next) == (None, None)
-    assert (layers[1].full_nodes, layers[1].full_weights) == (200, 20000)
+    assert (layers[1].full_channels, layers[1].full_nodes, layers[1].full_weights) == (200, 3200, 20000)
 
 
 @given(st.sets(st.integers(0, 60)))
@@ -298,4 +302,4 @@ def test_report_says_what_to_install() -> None:
     code += "from rlsprune.app.cli.main import main; sys.exit(main(['report', 'x']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
-    assert 'pip install "rlsprune[experiments]"' in result.stderr
+    assert 'pip install "rlsprune[cli]"' in result.stderr

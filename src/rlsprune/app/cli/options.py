@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rlsprune.app.config.experiment import GATES, LOSSES
+from rlsprune.app.config.base import GATES, OPTIMIZERS
+from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.settings import ON_FAULT, OURS
-from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
+from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
 
 
 def _choices(names: tuple[str, ...]) -> str:
@@ -74,7 +75,9 @@ Tolerance = Annotated[
     ),
 ]
 ALLOCATE = "Take from each layer what costs the held-out loss least, instead of ξ from all."
-Allocate = Annotated[bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")]
+Allocate = Annotated[
+    bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")
+]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
 ]
@@ -95,8 +98,8 @@ Loss = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help=f"One of {_choices(LOSSES)}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
-        autocompletion=_completing(LOSSES),
+        help=f"One of {_choices(tuple(LOSSES))}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
+        autocompletion=_completing(tuple(LOSSES)),
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch, instead of the preset's.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 
-from rlsprune.app.data.datasets import Split
 from rlsprune.io.atomic import replacing
 
 if TYPE_CHECKING:
@@ -111,15 +111,15 @@ def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, pat
     _save(figure, path)
 
 
-def draw_pixels(kept: Sequence[int], images: Split, path: Path) -> None:
+def draw_pixels(summary: Mapping[str, Any], path: Path) -> None:
     """The mean image, with the pixels that the network no longer reads crossed out in red.
 
     Args:
-        kept: Indices of the pixels that are read.
-        images: Grey images of the data set.
+        summary: Of a run on grey images that has pruned its inputs.
         path: The picture's file.
     """
-    mean = images.images.float().mean(0)[0].cpu().numpy()
+    kept = summary["kept_inputs"]
+    mean = np.frombuffer(base64.b64decode(summary["mean_input"]), np.uint8).reshape(summary["input_shape"])[0]
     gone = np.ones(mean.size, dtype=bool)
     gone[list(kept)] = False
     figure = _figure(8, 4)

@@ -11,11 +11,10 @@ from rlsprune.app.config.settings import OURS, PruningSettings, TrainingSettings
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BASELINES", "EXPERIMENTS", "METHODS", "OPTIMIZERS", "PRESETS", "Experiment", "Preset", "experiment"]
+__all__ = ["BASELINES", "EXPERIMENTS", "METHODS", "PRESETS", "Experiment", "Preset", "experiment"]
 
 BASELINES = ("l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph")
 METHODS = ("rls", "rls-paper", *BASELINES, "scratch", "none")
-OPTIMIZERS = ("rls", "sgd", "adamw")
 PRESETS = ("short", "paper")
 
 
