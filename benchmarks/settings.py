@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
 import rlsprune
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, load
-from rlsprune.training.loop import Loss, evaluate, mean_squared_error
+from rlsprune.training.loop import Loss, evaluate
 
 RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 
@@ -183,7 +184,7 @@ def pruned(
             loss = digits.train_epoch(batches, model, optimizer, cross_entropy)
             first = first or f"{digits.accuracy(model):.1f}"
             if epoch >= 9:
-                pruner.done = True  # the last epochs are for recovery
+                pruner.stop()  # the last epochs are for recovery
             pruner.step(loss)
         pruner.finish()
     except (FloatingPointError, ValueError):

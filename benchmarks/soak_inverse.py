@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import rlsprune
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, load
 from rlsprune.app.models import FNN
 from rlsprune.optim.functional import gain, rank_one_downdate_
 from rlsprune.optim.health import layer_health
 from rlsprune.optim.layer_step import WIND_UP_LIMIT
-from rlsprune.training.loop import mean_squared_error
 
 MEAN_SCALE = 0.1  # k
 BATCH = 16

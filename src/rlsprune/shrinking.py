@@ -15,7 +15,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.cost import count
 from rlsprune.model.modes import evaluating
@@ -183,7 +182,7 @@ def shrink(
             ignore=ignore,
             round_to=round_to,
             target=target,
-            evaluate=held_out_loss,
+            held_out_loss=held_out_loss,
         )
         stack.callback(pruner.close)
         stack.callback(model.train, was_training)
@@ -191,6 +190,9 @@ def shrink(
         steps = max(1, recovery_epochs * epoch_batches)
         front = _Front(model, recovery, example, told_score, max_drop, on_point)
         stack.callback(front.restore)
+
+        def loss_of(inputs: Tensor, labels: Tensor) -> Tensor:
+            return loss(model(inputs), labels)
 
         def recover(name: str) -> None:
             rate = LambdaLR(recovery, lambda step: max(0.0, 1 - step / steps))
@@ -202,7 +204,8 @@ def shrink(
                     tell(stage, number, epoch_batches)
 
                 guard.start_epoch(front.epochs + 1, after_prune=epoch == 1)
-                train_epoch(model, recovery, batches, loss, NoPruning(model, example), on_batch=on_batch, guard=guard)
+                trained = train_epoch(model, recovery, batches, loss_of, guard=guard, on_batch=on_batch)
+                guard.epoch_loss("training", trained.mean)
                 front.trained()
                 if front.recovered:
                     return

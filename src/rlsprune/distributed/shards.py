@@ -52,7 +52,7 @@ def gather_states(
             continue
         entry = state if owner == ranks.rank else tree_map(partial(_empty, device=devices[i]), outlines[owner][i])
         for tensor in (part for part in tree_flatten(entry)[0] if isinstance(part, Tensor)):
-            ranks.spread([[tensor] if rank == owner else [] for rank in range(ranks.size)])
+            ranks.exchange([[tensor] if rank == owner else [] for rank in range(ranks.size)])
         whole.append(entry)
     return whole
 

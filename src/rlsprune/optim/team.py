@@ -106,7 +106,7 @@ class Team:
     def publish(self, groups: Sequence[dict[str, Any]]) -> None:
         """Sends every layer's parameters from its owner to all others."""
         if self.sharded:
-            self.ranks.spread(
+            self.ranks.exchange(
                 [
                     [p for group in groups if self.owner(group) == rank for p in group["params"]]
                     for rank in range(self.ranks.size)

@@ -10,6 +10,7 @@ import torch
 
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.experiment import make_config
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.experiments.methods import take_shape
 from rlsprune.app.experiments.recipe import load_data, run
 from rlsprune.app.experiments.registry import METHODS, experiment
@@ -17,7 +18,7 @@ from rlsprune.app.models import ResNet
 from rlsprune.app.run.counting import count_retained
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io import modelfile
-from rlsprune.training.loop import evaluate, mean_squared_error
+from rlsprune.training.loop import evaluate
 
 OPTIONS = ["--epochs", "3", "--warmup-epochs", "1", "--train-images", "300", "--test-images", "100", "--threads", "1"]
 METRICS = {

@@ -103,8 +103,8 @@ def test_events_are_allocated_by_images_of_every_class(
     seen: list[Tensor] = []
     live.result.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     assert isinstance(live.method, RLSPruning)
-    assert live.method.pruner.evaluate is not None
-    loss = live.method.pruner.evaluate()
+    assert live.method.pruner.held_out_loss is not None
+    loss = live.method.pruner.held_out_loss()
     [images] = seen
     assert len(images) == 20
     flat = by_class.images.flatten(1)

@@ -31,7 +31,7 @@ from rlsprune.model.selector import kept_inputs
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
 from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
-from rlsprune.training.loop import EpochLoss, Evaluation, evaluate, train_epoch
+from rlsprune.training.loop import EpochLoss, Evaluation, evaluation_sums, train_epoch
 
 __all__ = ["Run", "train_and_prune"]
 
@@ -154,12 +154,14 @@ class Run:
             self.network,
             self.optimizer,
             self.batches,
-            self.recipe.loss,
-            self.method,
-            on_batch,
-            self.share,
-            self.guard,
+            self.share.loss_of(self.network, self.recipe.loss),
+            guard=self.guard,
+            after_backward=self.method.after_backward,
+            after_step=self.method.after_step,
+            on_batch=on_batch,
         )
+        losses = EpochLoss(*self.share.means(list(losses)))
+        self.guard.epoch_loss("training", losses.mean)
         for network in dict.fromkeys((self.model, self.result)):
             self.share.align(network)
         gate_loss = self._gate_loss(losses)
@@ -282,7 +284,9 @@ class Run:
         self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
 
     def _evaluate(self, split: Split) -> Evaluation:
-        return evaluate(self.result, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
+        batches = self.share.of_batches(self.recipe.evaluation_batches(split))
+        sums = evaluation_sums(self.result, batches, self.recipe.loss)
+        return Evaluation.of_sums(*self.share.totals(list(sums)))
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
         """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""

@@ -60,13 +60,13 @@ class RLSPruning(NoPruning):
     def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
         """The pruner allocates its events over the layers by it, if the settings say so."""
         if self._allocate:
-            self.pruner.evaluate = held_out_loss
+            self.pruner.held_out_loss = held_out_loss
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Prunes if the gate is open, or rolls back if it stayed shut for too long."""
         seen = len(self.pruner.history)
         if epoch > self._last_prune:
-            self.pruner.done = True  # steps still tell it whether the network has recovered
+            self.pruner.stop()  # steps still tell it whether the network has recovered
         self.pruner.step(loss)
         return self._newest(seen)
 
