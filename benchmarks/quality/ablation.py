@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.app import data
-from rlsprune.app.config.experiment import HELD_OUT_SHARE, RunConfig, make_config
+from rlsprune.app.config.experiment import RunConfig, make_config
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.experiments.jobs import check_settings
 from rlsprune.app.experiments.recipe import make_recipe
 from rlsprune.app.experiments.registry import EXPERIMENTS, experiment
+from rlsprune.app.run.build import hold_out
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 
@@ -36,10 +37,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "rate stays": {"training": {"lr_decay": 0.0}},
     "25 % at a time": {"pruning": {"ratio": 0.25}},
     "60 % at a time": {"pruning": {"ratio": 0.6}},
-    "the same of every layer": {"pruning": {"spread": False}},
-    "where it costs least": {"pruning": {"spread": True}},
+    "the same of every layer": {"pruning": {"allocate": False}},
+    "where it costs least": {"pruning": {"allocate": True}},
     "prunes up to 80 %": {"pruning": {"settle": 0.2}},
-    "gate: training loss": {"pruning": {"gate": "train", "spread": False}},
+    "gate: training loss": {"pruning": {"gate": "train", "allocate": False}},
     "not compensated": {"pruning": {"compensate": False}},
     "training P": {"pruning": {"statistics": "training"}},
     "P by its Schur complement": {"pruning": {"inverse": "schur"}},
@@ -76,7 +77,7 @@ def validation_data(config: RunConfig, count: int) -> Dataset:
     split = loaded.take(images + count).hold_out(count, seed=1)
     assert split.valid is not None
     split = replace(split, test=split.valid, valid=None)
-    return split.hold_out(max(1, round(HELD_OUT_SHARE * images))) if config.gate == "valid" else split
+    return hold_out(config, split)
 
 
 def summary_of(variant: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
