@@ -71,35 +71,30 @@ def test_readme_gives_a_command_for_each() -> None:
         assert (README.parent / link).exists(), link
 
 
+SMALL = {
+    "speed.step_cost": ("--network fnn --threads 1 --rounds 1 --only rls", "| RLS "),
+    "speed.prune_cost": ("--quick", "| RLS: obs, exact P |"),
+    "speed.soak_run": ("--epochs 5", "500 steps, 5 prunes"),
+    "quality.convergence": ("--quick --only rls,sgd --out {out}/curves", "| RLS | 1 (default) | 28 |"),
+    "quality.prune_accuracy": ("--quick", "| ours: obs, exact P "),
+    "quality.settings": ("--images 200 --only knobs", "| 0.6 | "),
+    "quality.soak_inverse": ("--steps 20 --epochs 1 --width 8", "True"),
+    "quality.ablation": (
+        "digits-fnn --variants 'as it is' --epochs 3 --train-images 500 --valid-images 500 --out {out}",
+        "| as it is |",
+    ),
+}
+"""Name → arguments for a run of seconds, and what it prints when it has got there."""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_keep_threads")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "arguments", "printed"),
-    [
-        ("speed.step_cost", "--network fnn --threads 1 --rounds 1 --only rls", "| RLS "),
-        ("speed.prune_cost", "--quick", "| RLS: obs, exact P |"),
-        ("speed.soak_run", "--epochs 5", "500 steps, 5 prunes"),
-        ("quality.convergence", "--quick --only rls,sgd --out {out}/curves", "| RLS | 1 (default) | 28 |"),
-        ("quality.prune_accuracy", "--quick", "| ours: obs, exact P "),
-        ("quality.settings", "--images 200 --only knobs", "| 0.6 | "),
-        ("quality.soak_inverse", "--steps 20 --epochs 1 --width 8", "True"),
-        (
-            "quality.ablation",
-            "digits-fnn --variants 'as it is' --epochs 3 --train-images 500 --out {out}",
-            "| as it is |",
-        ),
-    ],
-    ids=lambda value: value if "." in value and " " not in value else "",
-)
+@pytest.mark.parametrize("name", SMALL)
 def test_small_run(
-    name: str,
-    arguments: str,
-    printed: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    arguments, printed = SMALL[name]
     start(name, arguments.format(out=tmp_path), monkeypatch)
     assert printed in capsys.readouterr().out
 

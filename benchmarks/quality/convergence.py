@@ -2,7 +2,7 @@
 
 RLS runs at the paper's settings alone; every other optimizer at its default learning rate and over a small grid, of
 which the validation images choose. All get the same number of epochs and the same number of seconds, whichever ends
-first. Needs the extras ``benchmarks`` and ``experiments``.
+first. Needs the extras ``benchmarks`` and ``cli``.
 
     python -m benchmarks.quality.convergence --data-dir DATA --out docs/results/convergence
 """
