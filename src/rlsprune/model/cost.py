@@ -51,8 +51,8 @@ class Profile:
     weights: int
     """Of these, the weights of linear, convolution, recurrent, attention and embedding layers: no biases, no scales."""
     flops: int
-    """As `torch.utils.flop_counter` counts matrix products, convolutions, recurrent layers and attention; an addition and
-    a multiplication count as 2."""
+    """As `torch.utils.flop_counter` counts matrix products, convolutions, recurrent layers and attention; a
+    multiply-add counts as 2."""
     latency_ms: float
     """The median time."""
     latency_iqr_ms: float
