@@ -747,3 +747,60 @@ def test_repr_tells_how_far_pruning_has_come() -> None:
     event = pruner.step(0.5)
     share = 100 * event.params_after / whole
     assert repr(pruner) == f"Pruner(3 groups, {event.params_after:,} parameters ({share:.3g} %), epoch 1, 1 event)"
+
+
+def test_tied_weights_never_leave_a_network_that_does_not_run(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        tied, again = nn.Linear(20, 20), nn.Linear(20, 20)
+        again.weight = tied.weight
+        return nn.Sequential(tied, nn.ReLU(), again, nn.ReLU(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    model, inputs = build(), torch.rand(32, 20)
+    pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs[:1], ratio=0.5)
+    pruner.calibrate([inputs])
+    assert pruner.prune().params_after < pruner.history[0].params_before
+    pruner.save(tmp_path / "small.safetensors")
+    loaded = rlsprune.load(tmp_path / "small.safetensors", into=build())
+    torch.testing.assert_close(loaded(inputs), model(inputs))
+
+
+class NeedsItsWidth(nn.Module):
+    """Runs at its own width, until told to insist on it."""
+
+    insists = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).relu()
+        if self.insists and hidden.shape[-1] != 12:
+            raise IndexError("width")
+        return self.last(hidden)
+
+
+def test_an_event_after_which_the_network_does_not_run_is_undone() -> None:
+    model, inputs = NeedsItsWidth(), torch.rand(32, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, inputs[:1], ratio=0.5)
+    pruner.calibrate([inputs])
+    model.insists = True
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"does not run \(IndexError: width\).*ignore="):
+        pruner.prune()
+    assert_unchanged(before, model, optimizer)
+    assert pruner.history == []
+
+
+def test_inference_mode_is_refused() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, statistics="training")
+    before = everything(model, optimizer)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*no_grad"):
+        pruner.prune()
+    assert_unchanged(before, model, optimizer)
+    with torch.no_grad():
+        assert pruner.prune() is not None
+    train(model, optimizer, (20,), 1)

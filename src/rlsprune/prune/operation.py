@@ -18,7 +18,7 @@ from torch import nn
 
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.model.calls import ExampleInputs
-from rlsprune.model.modes import evaluate, evaluating
+from rlsprune.model.modes import evaluate, evaluating, refuse_inference_mode, run_once
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement, forget_compiled_code
 from rlsprune.optim.rls import RLS
@@ -77,11 +77,14 @@ class Operation:
             The event; None if no unit may go.
         """
         network = self.network
+        refuse_inference_mode("a prune")
         network.meet()
         try:
             with network.undone_on_error() as undo:
                 before = self.measures()
                 removed = self._cut_within_target(held_out_loss, undo)
+                if removed:
+                    self._check_that_it_runs()
                 after = self.measures()
                 if preview:
                     undo()
@@ -178,6 +181,16 @@ class Operation:
         known = removals if settings.statistics == "training" else {}
         cut_inverses(network.model, network.optimizer, cuts, settings.inverse, known)
         network.cut(cuts)
+
+    def _check_that_it_runs(self) -> None:
+        """Raises before anything is final if the cut network cannot be called any more."""
+        try:
+            run_once(self.network.model, self._example_inputs)
+        except Exception as error:
+            raise RuntimeError(
+                f"without the channels chosen the network does not run ({type(error).__name__}: {error}). Everything "
+                "is as before; name the layer that needs its width in ignore="
+            ) from error
 
     # --- where P comes from -------------------------------------------------------------------------------------------
 
