@@ -334,7 +334,7 @@ def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
     if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "the model is divided by fully_shard, and its parts cannot be cut: train it with "
-            "DistributedDataParallel and RLS(..., shard=True), or prune a whole copy (rlsprune.save its full "
+            "DistributedDataParallel, or prune a whole copy (rlsprune.save its full "
             "state, load it into a plain model, prune, and call fully_shard on that)"
         )
     if not any(p.requires_grad for p in model.parameters()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,7 +14,7 @@ from rlsprune.model.modes import evaluate
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.settings import Settings
 from rlsprune.statistics.inputs import InputStatistics
-from rlsprune.statistics.inverse import DenseInverse, Inverse
+from rlsprune.statistics.inverse import Inverse
 
 
 class InverseSource:
@@ -38,15 +37,13 @@ class InverseSource:
         if self._sample is not None:
             return self._sample.inverses(name)
         assert isinstance(self._optimizer, RLS)
-        blocks = self._optimizer.blocks(self._model.get_parameter(f"{name}.weight" if name else "weight"))
-        if blocks is None:
+        form = self._optimizer.form(self._model.get_parameter(f"{name}.weight" if name else "weight"))
+        if form is None:
             raise RuntimeError(
                 f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
                 "statistics='exact'"
             )
-        if len(blocks) == 1:
-            return [DenseInverse(P) for P in blocks[0]]
-        return [DenseInverse(torch.block_diag(*parts)) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
+        return form.inverses()
 
     def calibrate(self, batches: Iterable[Any], example_inputs: ExampleInputs) -> None:
         """Samples the inputs that given batches make."""

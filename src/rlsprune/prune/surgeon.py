@@ -140,13 +140,13 @@ class Surgeon:
             self._rebuild_wrapper()
 
     def _meet(self) -> None:
-        """Stops if the ranks have come to differ; buffers, which each has seen other batches for, become rank 0's."""
+        """Broadcasts what ranks may round differently, P and the buffers, and stops if they differ in anything else."""
         if self._ranks is None:
             return
-        sharded = isinstance(self._optimizer, RLS) and self._optimizer.sharded
-        self._ranks.agree("the network", fingerprint(self._model, self._optimizer, state=not sharded))
         buffers = [buffer for network in (self._model, *self.copies) for buffer in network.buffers()]
-        self._ranks.spread([buffers])
+        inverses = self._optimizer.inverse_tensors() if isinstance(self._optimizer, RLS) else []
+        self._ranks.spread([[*buffers, *inverses]])
+        self._ranks.agree("the network", fingerprint(self._model, self._optimizer))
 
     def _cut_within_target(self, evaluate: Evaluate | None, undo: Callable[[], None]) -> dict[str, list[int]]:
         """Cuts, with the ratios lowered to where the target is just reached if they would go beyond."""

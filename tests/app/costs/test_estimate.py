@@ -14,7 +14,6 @@ from networks import SHAPES, cnn, fnn, train
 from rlsprune.app.cli.main import main
 from rlsprune.app.costs.estimate import Machine, fitting_block_size, make_plan, measure
 from rlsprune.app.models.imagenet import resnet50, vgg16
-from rlsprune.distributed.shards import balance
 
 MACHINE = Machine(gflops=50, gbytes=10)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlsprune.app.config.experiment import GATES, LOSSES
 from rlsprune.app.config.plain import from_plain
-from rlsprune.app.config.settings import ON_FAULT, OURS, PruningSettings, TrainingSettings, check_option
+from rlsprune.app.config.settings import ON_FAULT, OURS, RANK, PruningSettings, TrainingSettings, check_option
 from rlsprune.app.data.augmentation import parse_augmentation
 from rlsprune.app.experiments.registry import OPTIMIZERS
 
@@ -160,7 +160,7 @@ def make_fit_config(
             "device": "cpu",
             "threads": 1,
             "pruning": pruning.over(epochs),
-            "training": TrainingSettings(lr_decay=OURS.settle, average=average),
+            "training": TrainingSettings(lr_decay=OURS.settle, average=average, rank=RANK),
             **{name: value for name, value in given.items() if value is not None},
         }
     )

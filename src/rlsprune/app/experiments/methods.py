@@ -34,7 +34,8 @@ def build_model(config: RunConfig) -> nn.Module:
 def build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     """RLS as the config says (with batch norm a lower η), momentum SGD with the paper's settings, or AdamW."""
     if config.optimizer == "rls":
-        return RLS(model, lr=experiment(config.experiment).rate, mean_scale=config.training.mean_scale)
+        training = config.training
+        return RLS(model, lr=experiment(config.experiment).rate, mean_scale=training.mean_scale, rank=training.rank)
     if config.optimizer == "sgd":
         return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     return AdamW(model.parameters(), lr=1e-3)

@@ -122,7 +122,8 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
 
     def build_optimizer(model: nn.Module) -> Optimizer:
         if config.optimizer == "rls":
-            return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=config.training.mean_scale)
+            training = config.training
+            return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=training.mean_scale, rank=training.rank)
         if config.optimizer == "sgd":
             return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
         return AdamW(model.parameters(), lr=lr)
