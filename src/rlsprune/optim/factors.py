@@ -7,8 +7,8 @@ Eq. (16) for ``P⁻¹`` is ``β ← λβ`` and one more row ``√(k/β)·x`` in 
 Nothing n×n is formed, and P is positive definite whatever is rounded. When C is full its strongest directions stay, and
 the energy of the others goes to β.
 
-Shapes: C ``(G, m, n)``, its Gram matrix CCᵀ ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it. Nothing
-here but :func:`compress` makes the host wait for the device.
+Shapes: C ``(G, m, n)``, M ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it.
+Nothing here but :func:`compress` makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def initial_factors(x: Tensor, p0: float, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """C, CCᵀ and β of ``P = p0·I`` for a layer with this mean input ``(G, n)``, with room for so many rows."""
+    """C, M and β of ``P = p0·I`` for a layer with this mean input ``(G, n)``, with room for so many rows."""
     groups, n = x.shape
-    gram = x.new_zeros(groups, capacity, capacity, dtype=wide(x.device))
-    return x.new_zeros(groups, capacity, n), gram, gram.new_full((groups,), 1 / p0)
+    M = torch.eye(capacity, dtype=wide(x.device), device=x.device).repeat(groups, 1, 1)
+    return x.new_zeros(groups, capacity, n), M, M.new_full((groups,), 1 / p0)
 
 
-def whitening(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """``L⁻¹`` for ``LLᵀ = I + CCᵀ``, and whether it could be computed, one flag per group."""
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor, info = torch.linalg.cholesky_ex(gram + identity)
+def gram(C: Tensor) -> Tensor:
+    """``M = I + CCᵀ``."""
+    rows = C.to(wide(C.device))
+    return torch.eye(C.shape[-2], dtype=rows.dtype, device=C.device) + rows @ rows.mT
+
+
+def whitening(M: Tensor) -> tuple[Tensor, Tensor]:
+    """``L⁻¹`` for ``LLᵀ = M``, and whether it could be computed, one flag per group."""
+    factor, info = torch.linalg.cholesky_ex(M)
+    identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     return torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False), info == 0
 
 
@@ -47,17 +53,31 @@ def excitation(whitener: Tensor, Cx: Tensor, square: Tensor, beta: Tensor) -> Te
     return (square - (whitener @ Cx.unsqueeze(-1)).square().sum((-2, -1))) / beta
 
 
+def thin_product(Z: Tensor, gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
+    """``Z∇ᵀ``, ``(G, m, out)``.
+
+    Args:
+        Z: ``(G, m, n)``, one column more with a bias.
+        gradient: ∇W, ``(G, out, n)``.
+        bias_gradient: ∇b, ``(G, out)``, or None.
+    """
+    if bias_gradient is None:
+        return Z @ gradient.mT
+    return (Z[..., :-1] @ gradient.mT).addcmul_(Z[..., -1:], bias_gradient.unsqueeze(-2))
+
+
 def velocity_step_(
     weight_velocity: Tensor,
     bias_velocity: Tensor | None,
     gradient: Tensor,
     bias_gradient: Tensor | None,
     Z: Tensor,
+    thin: Tensor,
     *,
     momentum: float,
     scale: Tensor,
 ) -> None:
-    """Eq. (21) in place: ``Ψ ← α·Ψ − s·(∇ − (∇Zᵀ)Z)``, two thin products.
+    """Eq. (21) in place: ``Ψ ← α·Ψ − s·(∇ − (Z∇ᵀ)ᵀZ)``.
 
     Args:
         weight_velocity: Ψ of the weight, ``(G, out, n)``.
@@ -65,18 +85,18 @@ def velocity_step_(
         gradient: ∇W, ``(G, out, n)``.
         bias_gradient: ∇b, ``(G, out)``, or None.
         Z: ``(G, m, n)``, one column more with a bias.
+        thin: ``Z∇ᵀ``.
         momentum: α.
         scale: ``s = η/(hβ)`` per group.
     """
-    rows = Z if bias_gradient is None else Z[..., :-1]
-    thin = gradient @ rows.mT
-    if bias_gradient is not None and bias_velocity is not None:
-        column = Z[..., -1:]
-        thin.addcmul_(bias_gradient.unsqueeze(-1), column.mT)
-    left = thin * scale[:, None, None]
-    weight_velocity.baddbmm_(left, rows, beta=momentum).addcmul_(gradient, scale[:, None, None], value=-1)
-    if bias_gradient is not None and bias_velocity is not None:
-        bias_velocity.mul_(momentum).add_((left @ column).squeeze(-1)).addcmul_(bias_gradient, scale[:, None], value=-1)
+    each = scale[:, None, None]
+    left = (thin * each).mT
+    if bias_velocity is not None and bias_gradient is not None:
+        bias_velocity.mul_(momentum).add_((left @ Z[..., -1:]).squeeze(-1)).addcmul_(
+            bias_gradient, each[..., 0], value=-1
+        )
+        Z = Z[..., :-1]
+    weight_velocity.baddbmm_(left, Z, beta=momentum).addcmul_(gradient, each, value=-1)
 
 
 def forget(beta: Tensor, forgetting: float, limit: float) -> tuple[Tensor, Tensor]:
@@ -94,8 +114,8 @@ def compress(C: Tensor, beta: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor
     """The ``rank`` strongest directions of C, ``(G, rank, n)``, their energies ``(G, rank)`` (CCᵀ is diagonal), and β.
 
     The energy τ that each of the other n − rank directions has lost on average goes to β, so that P⁻¹ keeps its trace:
-    ``I + CᵀC + τ(I − QᵀQ) = (1 + τ)(I + (CᵀC − τQᵀQ)/(1 + τ))``, with the kept directions in Q. Else a direction that is
-    dropped every time would never accumulate, and P would stay too large there.
+    ``I + CᵀC + τ(I − QᵀQ) = (1 + τ)(I + (CᵀC − τQᵀQ)/(1 + τ))``, with the kept directions in Q. Else a direction
+    that is dropped every time would never accumulate, and P would stay too large there.
 
     Makes the host wait for the device once.
     """

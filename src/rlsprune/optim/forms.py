@@ -1,6 +1,6 @@
 """The two forms in which the optimizer keeps P: whole, or in factors. A step and a prune do not care which.
 
-`optimizer.state[weight]["inverse"]` is a dict of plain values: ``{"P"}``, or ``{"C", "gram", "beta", "rows", "rank"}``
+`optimizer.state[weight]["inverse"]` is a dict of plain values: ``{"P"}``, or ``{"C", "M", "beta", "rows", "rank"}``
 (:mod:`rlsprune.optim.factors`). A form wraps the values of one layer, or of several equal layers as one with the groups
 of all.
 """
@@ -20,6 +20,8 @@ from rlsprune.statistics.inverse import DenseInverse, FactoredInverse, Inverse, 
 
 Entry = dict[str, Any]
 """What is kept of one layer's P."""
+Matrices = tuple[Tensor, Tensor | None]
+"""What belongs to the weight, ``(G, out, n)``, and to the bias, ``(G, out)``, if there is one."""
 
 
 class Form(Protocol):
@@ -33,23 +35,18 @@ class Form(Protocol):
     def cost(self) -> int:
         """The size of the matrices that measuring P's health takes."""
 
-    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Eqs. (17), (18) for the mean input ``(G, n)``: ``xᵀPx``, and whether P is positive definite, per group.
+    def prepare(self, x: Tensor, gradients: Matrices) -> tuple[Tensor, Tensor, Tensor]:
+        """Eqs. (17), (18) for the mean input ``(G, n)``. Remembers what the other two parts of the step need.
 
-        The form remembers what the other two parts of the step need.
+        Returns:
+            Per group: ``xᵀPx``, whether P is positive definite, and whether the gradients are finite.
         """
 
     def largest(self) -> Tensor:
         """About the largest eigenvalue of P, per group: what rounding errors are relative to."""
 
-    def velocity_step_(
-        self,
-        velocities: tuple[Tensor, Tensor | None],
-        gradients: tuple[Tensor, Tensor | None],
-        momentum: float,
-        scale: Tensor,
-    ) -> None:
-        """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, for the weight ``(G, out, n)`` and the bias ``(G, out)``, if any."""
+    def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
+        """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, for the gradients that :meth:`prepare` got and s per group."""
 
     def update_(self, mean_scale: float, forgetting: float, limit: float, gate: Tensor | None) -> None:
         """Eq. (16) in place with the mean input that :meth:`prepare` got.
@@ -108,22 +105,16 @@ class Whole:
         """See :class:`Form`."""
         return self.P.shape[-1]
 
-    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, x: Tensor, gradients: Matrices) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Form`."""
         self._u, self._excitation = functional.gain(self.P, x)
-        return self._excitation, self._excitation >= 0
+        return self._excitation, self._excitation >= 0, functional.all_finite(*gradients)
 
     def largest(self) -> Tensor:
         """See :class:`Form`."""
         return self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
 
-    def velocity_step_(
-        self,
-        velocities: tuple[Tensor, Tensor | None],
-        gradients: tuple[Tensor, Tensor | None],
-        momentum: float,
-        scale: Tensor,
-    ) -> None:
+    def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
         """See :class:`Form`."""
         functional.velocity_step_(*velocities, *gradients, self.P, momentum=momentum, scale=scale)
 
@@ -181,18 +172,18 @@ class Whole:
 class Factored:
     """``P⁻¹ = β(I + CᵀC)``."""
 
-    def __init__(self, C: Tensor, gram: Tensor, beta: Tensor, rows: int, rank: int, entries: Sequence[Entry]) -> None:
+    def __init__(self, C: Tensor, M: Tensor, beta: Tensor, rows: int, rank: int, entries: Sequence[Entry]) -> None:
         """Takes the tensors.
 
         Args:
             C: ``(G, capacity, n)``.
-            gram: CCᵀ.
+            M: ``I + CCᵀ``.
             beta: β.
             rows: How many rows of C are in use.
             rank: How many are left when it is full.
             entries: Whose number of rows changes with an update.
         """
-        self.C, self.gram, self.beta, self.rows, self.rank, self._entries = C, gram, beta, rows, rank, entries
+        self.C, self.M, self.beta, self.rows, self.rank, self._entries = C, M, beta, rows, rank, entries
 
     @property
     def like(self) -> Tensor:
@@ -204,30 +195,26 @@ class Factored:
         """See :class:`Form`."""
         return self.C.shape[-2]
 
-    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Form`."""
-        rows = self.rows
+    def prepare(self, x: Tensor, gradients: Matrices) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Form`; a gradient that is not finite shows in the thin product."""
+        rows, dtype = self.rows, self.C.dtype
         self._x, self._square = x, x.to(self.beta.dtype).square().sum(-1)
         self._Cx = factors.products(self.C[:, :rows], x)
-        self._whitener, sound = factors.whitening(self.gram[:, :rows, :rows])
-        excitation = factors.excitation(self._whitener, self._Cx, self._square, self.beta)
-        return excitation.to(x.dtype), sound & (excitation >= 0)
+        whitener, sound = factors.whitening(self.M[:, :rows, :rows])
+        excitation = factors.excitation(whitener, self._Cx, self._square, self.beta)
+        self._Z = whitener.to(dtype) @ self.C[:, :rows]
+        self._thin = factors.thin_product(self._Z, *gradients)
+        finite = self._thin.sum((1, 2)).isfinite() if rows else functional.all_finite(*gradients)
+        return excitation.to(dtype), sound & (excitation >= 0), finite
 
     def largest(self) -> Tensor:
         """See :class:`Form`."""
         return (1 / self.beta).to(self.C.dtype)
 
-    def velocity_step_(
-        self,
-        velocities: tuple[Tensor, Tensor | None],
-        gradients: tuple[Tensor, Tensor | None],
-        momentum: float,
-        scale: Tensor,
-    ) -> None:
+    def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
         """See :class:`Form`."""
-        Z = self._whitener.to(self.C.dtype) @ self.C[:, : self.rows]
         scale = (scale / self.beta).to(self.C.dtype)
-        factors.velocity_step_(*velocities, *gradients, Z, momentum=momentum, scale=scale)
+        factors.velocity_step_(*velocities, *gradients, self._Z, self._thin, momentum=momentum, scale=scale)
 
     def update_(self, mean_scale: float, forgetting: float, limit: float, gate: Tensor | None) -> None:
         """See :class:`Form`; a full C is compressed even where the gate is closed, and gets a row of zeros there."""
@@ -241,22 +228,27 @@ class Factored:
             if gate is not None:
                 beta, left = torch.where(gate, beta, self.beta), torch.where(gate, left, 1)
             self.beta.copy_(beta)
-            self.gram.mul_(left[:, None, None])
+            self.M.mul_(left[:, None, None]).diagonal(dim1=-2, dim2=-1).add_(1 - left[:, None])
             self.C.mul_(left.sqrt().to(self.C.dtype)[:, None, None])
             Cx = Cx * left.sqrt().unsqueeze(-1)
         factor = (mean_scale / self.beta).sqrt().unsqueeze(-1)
         self.C[:, rows] = x * factor.to(x.dtype)
-        self.gram[:, rows, :rows] = self.gram[:, :rows, rows] = Cx * factor
-        self.gram[:, rows, rows] = square * (mean_scale / self.beta)
+        self.M[:, rows, :rows] = self.M[:, :rows, rows] = Cx * factor
+        self.M[:, rows, rows] = 1 + square * (mean_scale / self.beta)
         self._set_rows(rows + 1)
 
     def _compress(self) -> None:
         strongest, energies, beta = factors.compress(self.C, self.beta, self.rank)
         self.C.zero_()[:, : self.rank] = strongest
-        self.gram.zero_().diagonal(dim1=-2, dim2=-1)[:, : self.rank] = energies
+        self._identity_()[:, : self.rank] += energies
         self.beta.copy_(beta)
         self._set_rows(self.rank)
         self._Cx = factors.products(strongest, self._x)
+
+    def _identity_(self) -> Tensor:
+        """``M ← I`` in place; its diagonal."""
+        diagonal: Tensor = self.M.zero_().diagonal(dim1=-2, dim2=-1)
+        return diagonal.fill_(1)
 
     def _set_rows(self, rows: int) -> None:
         self.rows = rows
@@ -266,13 +258,13 @@ class Factored:
     def reset_(self, p0: float) -> None:
         """See :class:`Form`."""
         self.C.zero_()
-        self.gram.zero_()
+        self._identity_()
         self.beta.fill_(1 / p0)
         self._set_rows(0)
 
     def dense(self) -> Tensor:
         """See :class:`Form`."""
-        whitener, _ = factors.whitening(self.gram[:, : self.rows, : self.rows])
+        whitener, _ = factors.whitening(self.M[:, : self.rows, : self.rows])
         Z = whitener @ self.C[:, : self.rows].to(whitener.dtype)
         identity = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
         return ((identity - Z.mT @ Z) / self.beta[:, None, None]).to(self.C.dtype)
@@ -297,7 +289,7 @@ class Factored:
 
     def of_groups(self, keep: Tensor) -> Entry:
         """See :class:`Form`."""
-        return self._entry(self.C[keep], self.gram[keep], self.beta[keep])
+        return self._entry(self.C[keep], self.M[keep], self.beta[keep])
 
     def without(self, gone: Tensor, how: str, known: Sequence[Removal[Inverse]] = ()) -> Entry:
         """See :class:`Form`; what stays is some columns of C, for a slice of P whitened by those that go."""
@@ -305,19 +297,18 @@ class Factored:
         stay = torch.stack([complement(n, rows) for rows in gone])
         C = _columns(self.C, stay)
         if how == "slice":
-            lost = _columns(self.C, gone).to(self.gram.dtype)
-            whitener, _ = factors.whitening(lost @ lost.mT)
+            lost = _columns(self.C, gone)
+            whitener, _ = factors.whitening(factors.gram(lost))
             C = (whitener @ C.to(whitener.dtype)).to(C.dtype)
-        exact = C.to(self.gram.dtype)
-        return self._entry(C, exact @ exact.mT, self.beta.clone())
+        return self._entry(C, factors.gram(C), self.beta.clone())
 
     def anew(self, groups: int, inputs: int, p0: float) -> Entry:
         """See :class:`Form`."""
-        C, gram, beta = factors.initial_factors(self.C.new_empty(groups, inputs), p0, self.C.shape[1])
-        return {"C": C, "gram": gram, "beta": beta, "rows": 0, "rank": self.rank}
+        C, M, beta = factors.initial_factors(self.C.new_empty(groups, inputs), p0, self.C.shape[1])
+        return {"C": C, "M": M, "beta": beta, "rows": 0, "rank": self.rank}
 
-    def _entry(self, C: Tensor, gram: Tensor, beta: Tensor) -> Entry:
-        return {"C": C, "gram": gram, "beta": beta, "rows": self.rows, "rank": self.rank}
+    def _entry(self, C: Tensor, M: Tensor, beta: Tensor) -> Entry:
+        return {"C": C, "M": M, "beta": beta, "rows": self.rows, "rank": self.rank}
 
 
 def _dense(inverse: Inverse) -> Tensor:
@@ -339,8 +330,8 @@ def initial_entry(x: Tensor, p0: float, rank: int | None) -> Entry:
     """``P = p0·I`` for a layer with this mean input ``(G, n)``: in factors, if those are smaller than P."""
     if rank is None or x.shape[-1] <= capacity(rank):
         return {"P": functional.initial_inverse(x, p0)}
-    C, gram, beta = factors.initial_factors(x, p0, capacity(rank))
-    return {"C": C, "gram": gram, "beta": beta, "rows": 0, "rank": rank}
+    C, M, beta = factors.initial_factors(x, p0, capacity(rank))
+    return {"C": C, "M": M, "beta": beta, "rows": 0, "rank": rank}
 
 
 def entry_bytes(inputs: int, rank: int | None) -> int:

@@ -67,6 +67,12 @@ def forget_(P: Tensor, forgetting: float, limit: float) -> None:
         P[..., part, :].mul_(d[..., part, None] * d[..., None, :])
 
 
+def all_finite(gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
+    """Of each group, whether all entries of its gradient are finite (and below 1e19, whose square is not)."""
+    finite: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2)).isfinite()
+    return finite if bias_gradient is None else finite & torch.linalg.vector_norm(bias_gradient, dim=1).isfinite()
+
+
 def velocity_step_(
     weight_velocity: Tensor,
     bias_velocity: Tensor | None,

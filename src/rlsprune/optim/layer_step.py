@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsprune.model.tensors import all_finite, is_sharded, local
+from rlsprune.model.tensors import is_sharded, local
 from rlsprune.optim.faults import Check
-from rlsprune.optim.forms import Form, kind, packed_form
+from rlsprune.optim.forms import Form, Matrices, kind, packed_form
 from rlsprune.optim.packing import INVERSE, VELOCITY, State, joined, pack, velocity_of
 from rlsprune.optim.sgd_step import step_parameters_
 
@@ -72,6 +72,7 @@ class LayerStep:
     layers: list[ReadyLayer]
     form: Form
     """P."""
+    gradients: Matrices
     h: Tensor
     """Eq. (18), one per group."""
     checks: list[Check]
@@ -83,24 +84,24 @@ class LayerStep:
         group = layers[0].group
         form = packed_form([state[layer.weight][INVERSE] for layer in layers])
         mean = joined([layer.mean for layer in layers])
-        excitation, sound = form.prepare(mean)
+        same = zip(*(layer.parameters for layer in layers), strict=True)
+        gradients = _matrices(layers, form, [joined([_gradient(p, mean.dtype) for p in every]) for every in same])
+        excitation, definite, finite = form.prepare(mean, gradients)
         h = group["forgetting"] + group["mean_scale"] * excitation
-        finite = all_finite([local(p.grad) for layer in layers for p in layer.parameters if p.grad is not None])
         # P has shrunk to about 1/(k·xᵀx) in the direction of x, and is rounded to its largest eigenvalue.
         rounded = group["mean_scale"] * mean.square().sum(-1) * form.largest() * torch.finfo(mean.dtype).eps
-        dtype = str(mean.dtype).removeprefix("torch.")
-        checks = [
-            _check("not finite: the input of", layers, mean.abs() < torch.inf),
-            _check("not finite: the gradient of", layers, finite),
-            _check("not positive definite: P of", layers, sound & (h < torch.inf)),
-            _check(
-                f"too large for P in {dtype} (scale the inputs, lower mean_scale, or give RLS dtype=torch.float64): "
-                "the input of",
-                layers,
-                rounded < MOST_ROUNDED,
-            ),
+        sound = [mean.sum(-1).isfinite(), finite, definite & h.isfinite(), rounded < MOST_ROUNDED]
+        names = [
+            (layer.place, f"{fault} layer {layer.group['name']!r}")
+            for fault in (
+                "not finite: the input of",
+                "not finite: the gradient of",
+                "not positive definite: P of",
+                f"too large for P in {mean.dtype} (scale the inputs, or give RLS dtype=torch.float64): the input of",
+            )
+            for layer in layers
         ]
-        return cls(layers, form, h, checks)
+        return cls(layers, form, gradients, h, [(names, torch.stack(sound).view(len(names), -1).all(1))])
 
     @property
     def device(self) -> torch.device:
@@ -122,9 +123,8 @@ class LayerStep:
         velocities = [local(pack([(state[p], VELOCITY) for p in same])) for same in parameters]
         # What is not finite spoils what it is multiplied with, even by zero: velocities are put back, not spared.
         before = [] if gate is None else [velocity.clone() for velocity in velocities]
-        gradients = [joined([self._gradient(p) for p in same]) for same in parameters]
         self.form.velocity_step_(
-            self._matrices(velocities), self._matrices(gradients), group["momentum"], group["lr"] / self.h
+            _matrices(self.layers, self.form, velocities), self.gradients, group["momentum"], group["lr"] / self.h
         )
         for velocity, old in zip(velocities, before, strict=False):
             velocity.copy_(torch.where(gate, velocity, old))  # type: ignore[arg-type]  # there is a gate
@@ -137,20 +137,16 @@ class LayerStep:
                 step_parameters_([local(p) for p in same], list(moves), decay, gate)
         self.form.update_(group["mean_scale"], group["forgetting"], group["p0"] * WIND_UP_LIMIT, gate)
 
-    def _gradient(self, parameter: Tensor) -> Tensor:
-        """In the dtype of P; zero for a frozen parameter of a layer that is otherwise trained."""
-        if parameter.grad is None:
-            return torch.zeros_like(local(parameter), dtype=self.form.like.dtype)
-        return local(parameter.grad).to(self.form.like.dtype)
 
-    def _matrices(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """What has the shapes of weight and bias, as ``(groups, out per group, inputs)``, of which out may be 0."""
-        groups, inputs = len(self.form.like), self.layers[0].weight.shape[1:].numel()
-        weight = tensors[0].reshape(groups, len(tensors[0]) // groups, inputs)
-        return weight, tensors[1].view(groups, -1) if len(tensors) > 1 else None
+def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype of P; zero for a frozen parameter of a layer that is otherwise trained."""
+    if parameter.grad is None:
+        return torch.zeros_like(local(parameter), dtype=dtype)
+    return local(parameter.grad).to(dtype)
 
 
-def _check(what: str, layers: list[ReadyLayer], holds: Tensor) -> Check:
-    """One flag per layer, from as many for each of them."""
-    names = [(layer.place, f"{what} layer {layer.group['name']!r}") for layer in layers]
-    return names, holds.view(len(layers), -1).all(1)
+def _matrices(layers: list[ReadyLayer], form: Form, tensors: list[Tensor]) -> Matrices:
+    """What has the shapes of weight and bias, as ``(groups, out per group, inputs)``, of which out may be 0."""
+    groups, inputs = len(form.like), layers[0].weight.shape[1:].numel()
+    weight = tensors[0].reshape(groups, len(tensors[0]) // groups, inputs)
+    return weight, tensors[1].view(groups, -1) if len(tensors) > 1 else None

@@ -42,7 +42,7 @@ class RLS(Optimizer):
         W ← W + Ψ
         P ← (P − (k/h)·u uᵀ) / λ
 
-    P is kept in factors, ``P⁻¹ = β(I + CᵀC)`` with at most ``rank`` rows in C and a buffer of half as many. So a layer of n
+    P is kept in factors, ``P⁻¹ = β(I + CᵀC)`` with at most ``rank`` rows in C and a buffer of half as many: a layer of n
     inputs costs 1.5·rank·n numbers and two thin products. It is exact until C is full; from then on C keeps its
     strongest directions. ``rank=None`` keeps P whole, n×n, as in the paper.
 
