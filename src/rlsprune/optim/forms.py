@@ -326,17 +326,23 @@ def capacity(rank: int) -> int:
     return rank + -(-rank // 2)
 
 
+def in_factors(inputs: int, rank: int | None) -> bool:
+    """Whether P of a layer is kept in factors: where C in float32 and M in float64 take less than P."""
+    return rank is not None and inputs > 2 * capacity(rank)
+
+
 def initial_entry(x: Tensor, p0: float, rank: int | None) -> Entry:
     """``P = p0·I`` for a layer with this mean input ``(G, n)``: in factors, if those are smaller than P."""
-    if rank is None or x.shape[-1] <= capacity(rank):
+    if not in_factors(x.shape[-1], rank):
         return {"P": functional.initial_inverse(x, p0)}
+    assert rank is not None
     C, M, beta = factors.initial_factors(x, p0, capacity(rank))
     return {"C": C, "M": M, "beta": beta, "rows": 0, "rank": rank}
 
 
 def entry_bytes(inputs: int, rank: int | None) -> int:
     """What :func:`initial_entry` takes for each group of a float32 layer on a device with float64."""
-    if rank is None or inputs <= capacity(rank):
+    if rank is None or not in_factors(inputs, rank):
         return 4 * inputs**2
     return 4 * capacity(rank) * inputs + 8 * capacity(rank) ** 2 + 8
 

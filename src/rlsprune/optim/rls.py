@@ -42,8 +42,8 @@ class RLS(Optimizer):
         W ← W + Ψ
         P ← (P − (k/h)·u uᵀ) / λ
 
-    P is kept in factors, ``P⁻¹ = β(I + CᵀC)`` with at most ``rank`` rows in C and a buffer of half as many: a layer of n
-    inputs costs 1.5·rank·n numbers and two thin products. It is exact until C is full; from then on C keeps its
+    P is kept in factors, ``P⁻¹ = β(I + CᵀC)`` with up to ``rank`` rows in C and a buffer of half as many: a layer of
+    n inputs costs 1.5·rank·n numbers and two thin products. It is exact until C is full; from then on C keeps its
     strongest directions. ``rank=None`` keeps P whole, n×n, as in the paper.
 
     All other parameters (batch norm, embeddings, …) are trained by momentum SGD in the last parameter group, so one
@@ -96,8 +96,8 @@ class RLS(Optimizer):
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
             mean_scale: k > 0, the weight of a batch's mean input in P.
             p0: P starts at p0·I. With 1, η is an ordinary learning rate.
-            rank: How many directions of the mean inputs P keeps apart (with a buffer of half as many), at rank·n
-                numbers for n inputs; a layer with no more inputs than that keeps P whole. None: P whole, n² numbers.
+            rank: How many directions of the mean inputs P keeps apart, with a buffer of half as many: 1.5·rank·n
+                numbers for n inputs. A layer with at most 3·rank inputs keeps P whole, which is smaller. None: all P whole.
             weight_decay: Decoupled weight decay.
             fallback_lr: Learning rate of the momentum SGD for every other parameter.
             dtype: Of P; None for float32, or the weight's if wider. Never half.

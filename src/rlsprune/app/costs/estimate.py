@@ -12,7 +12,7 @@ from torch import nn
 
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.tensors import wait_for
-from rlsprune.optim.forms import capacity, entry_bytes
+from rlsprune.optim.forms import capacity, entry_bytes, in_factors
 from rlsprune.optim.layers import divide
 
 __all__ = ["LayerPlan", "Machine", "Plan", "make_plan", "measure"]
@@ -133,7 +133,7 @@ def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, r
 
 def _work(groups: int, inputs: int, outputs: int, rank: int | None) -> tuple[float, float]:
     """The multiplications of a layer's step, and the bytes that it moves, beyond those of momentum SGD."""
-    if rank is None or inputs <= capacity(rank):
+    if rank is None or not in_factors(inputs, rank):
         return outputs * inputs**2, 2 * _ITEM * groups * inputs**2
     rows = (rank + 1 + capacity(rank)) / 2  # between two compressions
     # ∇W Zᵀ reads the gradient, its product with Z reads and writes the velocity; Z and Cx read C, which is small.
