@@ -97,7 +97,7 @@ class RLS(Optimizer):
             mean_scale: k > 0, the weight of a batch's mean input in P.
             p0: P starts at p0·I. With 1, η is an ordinary learning rate.
             rank: How many directions of the mean inputs P keeps apart, with a buffer of half as many: 1.5·rank·n
-                numbers for n inputs. A layer with at most 3·rank inputs keeps P whole, which is smaller. None: all P whole.
+                numbers for n inputs. Layers with at most 3·rank inputs keep P whole, which is smaller. None: all do.
             weight_decay: Decoupled weight decay.
             fallback_lr: Learning rate of the momentum SGD for every other parameter.
             dtype: Of P; None for float32, or the weight's if wider. Never half.
@@ -280,10 +280,15 @@ class RLS(Optimizer):
         entry = self.state.get(weight, {}).get(INVERSE)
         return None if entry is None else form_of(entry)
 
-    def inverse_tensors(self) -> list[Tensor]:
-        """All tensors of all P, in the order of the layers."""
+    def inverse_tensors(self, factors_only: bool = False) -> list[Tensor]:
+        """All tensors of all P, in the order of the layers; or of those in factors, which ranks may round otherwise."""
         entries = [self.state.get(group["params"][0], {}).get(INVERSE, {}) for group in self._layer_groups()]
-        return [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+        return [
+            value
+            for entry in entries
+            for value in entry.values()
+            if isinstance(value, Tensor) and not (factors_only and "P" in entry)
+        ]
 
     def _layer_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["preconditioned"]]

@@ -140,12 +140,13 @@ class Surgeon:
             self._rebuild_wrapper()
 
     def _meet(self) -> None:
-        """Broadcasts what ranks may round differently, P and the buffers, and stops if they differ in anything else."""
+        """Broadcasts what ranks may compute differently, buffers and factors of P; stops if they differ otherwise."""
         if self._ranks is None:
             return
         buffers = [buffer for network in (self._model, *self.copies) for buffer in network.buffers()]
-        inverses = self._optimizer.inverse_tensors() if isinstance(self._optimizer, RLS) else []
-        self._ranks.spread([[*buffers, *inverses]])
+        factors = self._optimizer.inverse_tensors(factors_only=True) if isinstance(self._optimizer, RLS) else []
+        self._ranks.agree("the network", fingerprint(self._model, self._optimizer, values=False))
+        self._ranks.spread([[*buffers, *factors]])
         self._ranks.agree("the network", fingerprint(self._model, self._optimizer))
 
     def _cut_within_target(self, evaluate: Evaluate | None, undo: Callable[[], None]) -> dict[str, list[int]]:
