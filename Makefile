@@ -14,7 +14,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo.stamp: $(BIN)/pip pyproject.toml constraints.txt
-	$(PIP_INSTALL) -e ".[experiments]"
+	$(PIP_INSTALL) -e ".[cli]"
 	touch $@
 
 $(VENV)/dev.stamp: $(BIN)/pip pyproject.toml constraints.txt
@@ -38,15 +38,15 @@ test-all: lint
 	$(BIN)/pytest -n auto --cov --cov-report=term
 
 docs: $(BIN)/pip
-	$(PIP_INSTALL) -e ".[docs,experiments,lightning]"
+	$(PIP_INSTALL) -e ".[docs,cli,lightning]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Faults and hostile files in large numbers, and runs that are long.
 soak: $(VENV)/dev.stamp
 	$(BIN)/pytest -m soak
 	RLSPRUNE_FUZZ=1300 $(BIN)/pytest tests/fuzz
-	$(BIN)/python benchmarks/soak_run.py
-	$(BIN)/python benchmarks/soak_inverse.py
+	$(BIN)/python -m benchmarks.speed.soak_run
+	$(BIN)/python -m benchmarks.quality.soak_inverse
 
 # The oldest versions that pyproject.toml allows. Old releases of torch come with several gigabytes of CUDA.
 test-oldest:

@@ -56,7 +56,7 @@ def train_and_prune(make: Any, *, rank: int | None = 16, spread: bool = False, *
     optimizer = rlsprune.RLS(call, lr=0.3, rank=rank)
     pruner = rlsprune.Pruner(call, optimizer, torch.rand(2, *SHAPES[make]), ratio=0.3, criterion="obs", **options)
     if spread:
-        pruner.evaluate = lambda: held_out_loss(model, SHAPES[make])
+        pruner.held_out_loss = lambda: held_out_loss(model, SHAPES[make])
     done, events = 0, []
     for end in (*PRUNES, STEPS):
         train(call, optimizer, SHAPES[make], range(done, end))
@@ -149,8 +149,8 @@ def guards() -> dict[str, str]:
         optimizer.inverse("2")[0, 0] += rank * 1e-6
     refused("P", pruner.prune)
     optimizer.reset("2")
-    pruner._surgeon.settings = pruner._surgeon.settings.__class__(
-        **{**vars(pruner._surgeon.settings), "criterion": lambda group: [torch.arange(group.size) * (1.0 - 2 * rank)]}
+    pruner._operation.settings = pruner._operation.settings.__class__(
+        **{**vars(pruner._operation.settings), "criterion": lambda group: [torch.arange(group.size) * (1.0 - 2 * rank)]}
     )
     refused("chosen", pruner.prune)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -29,10 +29,10 @@ def held_out_loss(model: nn.Module, make: Callable[[], nn.Sequential] = cnn) -> 
         return float((model(inputs) - target(inputs)).square().sum() / 128)
 
 
-def spread_pruner(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> rlsprune.Pruner:
+def allocating_pruner(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> rlsprune.Pruner:
     options = {"warmup_epochs": 0, "criterion": "obs", "ratio": 0.3} | options
     example = torch.rand(2, *SHAPES[cnn]).double()
-    pruner = rlsprune.Pruner(model, optimizer, example, **{"evaluate": lambda: held_out_loss(model), **options})
+    pruner = rlsprune.Pruner(model, optimizer, example, **{"held_out_loss": lambda: held_out_loss(model), **options})
     generator = torch.Generator().manual_seed(4)
     pruner.calibrate([torch.rand(64, *SHAPES[cnn], generator=generator).double()])
     return pruner
@@ -151,12 +151,12 @@ def test_no_layer_is_cut_further_than_on_trial() -> None:
 def test_an_event_is_that_of_a_pruner_with_these_ratios_as_if_nothing_had_been_tried() -> None:
     model, optimizer = trained(cnn)
     twin, twins = trained(cnn)
-    pruner = spread_pruner(model, optimizer)
+    pruner = allocating_pruner(model, optimizer)
     sizes = {group.name: group.size for group in pruner.groups}
     event = pruner.prune()
     shares = {name: (len(units) + 1e-6) / sizes[name] for name, units in event.removed.items()}
-    assert max(shares.values()) > 0.4 > 0.1 > min(shares.get(name, 0.0) for name in sizes), "nothing was spread"
-    plain = spread_pruner(twin, twins, ratio=shares, evaluate=None)
+    assert max(shares.values()) > 0.4 > 0.1 > min(shares.get(name, 0.0) for name in sizes), "nothing was allocated"
+    plain = allocating_pruner(twin, twins, ratio=shares, held_out_loss=None)
     assert plain.prune().removed == event.removed
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict()["state"], twins.state_dict()["state"], rtol=0, atol=0)
@@ -183,7 +183,7 @@ def test_it_takes_from_the_layer_that_has_doubles() -> None:
 
         options: dict[str, Any] = {"ratio": 0.4, "input_ratio": 0, "criterion": "obs"}
         evaluate = change if way == "spread" else None
-        pruner = rlsprune.Pruner(model, optimizer, inputs[:1], evaluate=evaluate, **options)
+        pruner = rlsprune.Pruner(model, optimizer, inputs[:1], held_out_loss=evaluate, **options)
         pruner.calibrate([inputs])
         event = pruner.prune()
         changes[way] = (change() - 1.0, event.params_after, len(event.removed["2"]))
@@ -216,7 +216,7 @@ def test_as_much_is_saved_as_by_the_same_share_of_every_layer(sizes: tuple[int, 
         def change(model: nn.Module = model, inputs: Tensor = inputs, outputs: Tensor = outputs) -> Tensor:
             return 1.0 + (model(inputs) - outputs).square().mean()
 
-        settings = {"criterion": "obs", "ratio": 0.4, "evaluate": change if way == "spread" else None, **options}
+        settings = {"criterion": "obs", "ratio": 0.4, "held_out_loss": change if way == "spread" else None, **options}
         pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs[:1], **settings)
         pruner.calibrate([inputs])
         event = pruner.prune()
@@ -233,7 +233,7 @@ def test_trials_leave_no_trace_whatever_evaluate_does() -> None:
     optimizer = rlsprune.RLS(model, lr=0.1)
     inputs = torch.rand(64, 8)
     pruner = rlsprune.Pruner(
-        model, optimizer, inputs[:2], criterion="obs", evaluate=lambda: model(inputs).square().mean()
+        model, optimizer, inputs[:2], criterion="obs", held_out_loss=lambda: model(inputs).square().mean()
     )
     for _ in range(3):
         optimizer.zero_grad()
@@ -250,7 +250,7 @@ def test_trials_leave_no_trace_whatever_evaluate_does() -> None:
 def test_a_preview_and_a_failure_change_nothing() -> None:
     model, optimizer = trained(cnn)
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
-    pruner = spread_pruner(model, optimizer)
+    pruner = allocating_pruner(model, optimizer)
     preview = pruner.preview()
     assert preview.params_after < preview.params_before
 
@@ -261,13 +261,13 @@ def test_a_preview_and_a_failure_change_nothing() -> None:
             raise RuntimeError("the disk with the images is gone")
         return 1.0
 
-    pruner.evaluate = failing
+    pruner.held_out_loss = failing
     with pytest.raises(RuntimeError, match="the disk"):
         pruner.prune()
-    pruner.evaluate = lambda: math.nan
-    with pytest.raises(ValueError, match=r"evaluate\(\) gave nan"):
+    pruner.held_out_loss = lambda: math.nan
+    with pytest.raises(ValueError, match=r"held_out_loss\(\) gave nan"):
         pruner.prune()
-    pruner.evaluate = iter([1.0, *[math.inf] * 99]).__next__
+    pruner.held_out_loss = iter([1.0, *[math.inf] * 99]).__next__
     with pytest.raises(ValueError, match="no number after any cut"):
         pruner.prune()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -191,9 +191,9 @@ def test_a_second_prune_needs_statistics_of_the_new_network() -> None:
 def test_nothing_is_sampled_once_pruning_has_ended() -> None:
     model, optimizer = trained(fnn)
     pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 20).double())
-    pruner.finish()
+    pruner.stop()
     train(model, optimizer, (20,), 2)
-    assert not any(collector._batches for collector in pruner._surgeon.inverses._sample._collectors.values())
+    assert not any(collector._batches for collector in pruner._operation._sample._collectors.values())
 
 
 def test_preview_and_prune_agree_near_a_target_and_beyond_it() -> None:

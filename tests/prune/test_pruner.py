@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import rlsprune
 from networks import SHAPES, cnn, fnn, train, trained
-from rlsprune.prune import operation
+from rlsprune.prune import surgery
 from rlsprune.statistics.inputs import RowSample
 
 EXAMPLE = torch.rand(2, 20).double()
@@ -201,7 +202,7 @@ def test_an_error_half_way_leaves_everything_as_it_was(monkeypatch: pytest.Monke
     pruner.follow(average)
     train(model, optimizer, (20,), 2)
     before, sizes = everything(model, optimizer), [group.size for group in pruner.groups]
-    original = operation.apply_cuts
+    original = surgery.apply_cuts
 
     def fail_at_the_last_layer(model: nn.Module, cuts: Any, *rest: Any) -> None:
         original(model, cuts, *rest)
@@ -209,7 +210,7 @@ def test_an_error_half_way_leaves_everything_as_it_was(monkeypatch: pytest.Monke
             raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(operation, "apply_cuts", fail_at_the_last_layer)
+        patch.setattr(surgery, "apply_cuts", fail_at_the_last_layer)
         with pytest.raises(MemoryError):
             pruner.step(0.5)
     assert_unchanged(before, model, optimizer)
@@ -667,3 +668,152 @@ def test_a_loss_that_is_not_finite_is_refused_and_counts_for_nothing(loss: float
     with pytest.raises(ValueError, match="diverged"):
         pruner.step(loss)
     assert pruner.step(0.5).epoch == 1
+
+
+def test_finish_gives_the_event_of_the_roll_back() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, statistics="training")
+    pruned = pruner.step(0.5)
+    assert pruner.step(0.6) is None, "it has not recovered"
+    event = pruner.finish()
+    assert event.kind == "roll-back"
+    assert (event.params_before, event.params_after) == (pruned.params_after, pruned.params_before)
+    assert pruner.history[-1] is event
+    assert pruner.finish() is None, "nothing is left to roll back"
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "reason"),
+    [
+        ({"warmup_epochs": 30}, [0.5, 0.4], "only 2 epochs.*warmup_epochs=30"),
+        ({"ratio": 0.01}, [], "only 0 epochs"),
+        ({"ratio": 0.01}, [0.5], r"ratio=0\.01"),
+    ],
+)
+def test_finish_says_why_nothing_was_ever_pruned(options: dict[str, Any], losses: list[float], reason: str) -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, statistics="training", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the events that chose nothing
+        for loss in losses:
+            pruner.step(loss)
+    with pytest.warns(UserWarning, match=f"nothing was ever pruned: .*{reason}"):
+        assert pruner.finish() is None
+
+
+def test_stop_ends_pruning_and_recovery_is_still_noticed() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, statistics="training")
+    assert pruner.step(0.5) is not None
+    pruner.stop()
+    assert pruner.done
+    assert pruner.step(0.4) is None
+    assert pruner.recovered
+    assert pruner.finish() is None
+    with pytest.raises(AttributeError):
+        pruner.done = False
+
+
+def test_as_in_paper_is_algorithm_1() -> None:
+    """The settings of the paper, as its reference has them (tests/reference), and the same choice of channels."""
+    model, optimizer = trained(fnn)
+    twin, twins = trained(fnn)
+    paper = rlsprune.Pruner.as_in_paper(model, optimizer, EXAMPLE, warmup_epochs=0)
+    by_hand = rlsprune.Pruner(
+        twin,
+        twins,
+        EXAMPLE,
+        ratio=0.4,
+        warmup_epochs=0,
+        criterion="rls-paper",
+        compensate=False,
+        inverse="slice",
+        statistics="training",
+        patience=None,
+    )
+    assert paper.step(0.5).removed == by_hand.step(0.5).removed
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+    whole = fnn().double()
+    assert rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole), EXAMPLE)._gate.warmup_epochs == 30
+    with pytest.raises(ValueError, match="the optimizer is SGD"):
+        rlsprune.Pruner.as_in_paper(whole, torch.optim.SGD(whole.parameters()), EXAMPLE)
+
+
+def test_settings_are_keywords_and_arguments_in_another_order_are_told() -> None:
+    model = fnn().double()
+    optimizer = rlsprune.RLS(model)
+    with pytest.raises(TypeError, match="positional"):
+        rlsprune.Pruner(model, optimizer, EXAMPLE, 0.4)
+    with pytest.raises(TypeError, match="the model comes first"):
+        rlsprune.Pruner(optimizer, model, EXAMPLE)
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, not list"):
+        rlsprune.Pruner(model, list(model.parameters()), EXAMPLE)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module as its model, not function"):
+        rlsprune.Pruner(fnn, optimizer, EXAMPLE)
+
+
+def test_repr_tells_how_far_pruning_has_come() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, statistics="training")
+    whole = sum(p.numel() for p in model.parameters())
+    assert repr(pruner) == f"Pruner(3 groups, {whole:,} parameters (100 %), epoch 0, no event yet)"
+    event = pruner.step(0.5)
+    share = 100 * event.params_after / whole
+    assert repr(pruner) == f"Pruner(3 groups, {event.params_after:,} parameters ({share:.3g} %), epoch 1, 1 event)"
+
+
+def test_tied_weights_never_leave_a_network_that_does_not_run(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        tied, again = nn.Linear(20, 20), nn.Linear(20, 20)
+        again.weight = tied.weight
+        return nn.Sequential(tied, nn.ReLU(), again, nn.ReLU(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    model, inputs = build(), torch.rand(32, 20)
+    pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs[:1], ratio=0.5)
+    pruner.calibrate([inputs])
+    assert pruner.prune().params_after < pruner.history[0].params_before
+    pruner.save(tmp_path / "small.safetensors")
+    loaded = rlsprune.load(tmp_path / "small.safetensors", into=build())
+    torch.testing.assert_close(loaded(inputs), model(inputs))
+
+
+class NeedsItsWidth(nn.Module):
+    """Runs at its own width, until told to insist on it."""
+
+    insists = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).relu()
+        if self.insists and hidden.shape[-1] != 12:
+            raise IndexError("width")
+        return self.last(hidden)
+
+
+def test_an_event_after_which_the_network_does_not_run_is_undone() -> None:
+    model, inputs = NeedsItsWidth(), torch.rand(32, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, inputs[:1], ratio=0.5)
+    pruner.calibrate([inputs])
+    model.insists = True
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"does not run \(IndexError: width\).*ignore="):
+        pruner.prune()
+    assert_unchanged(before, model, optimizer)
+    assert pruner.history == []
+
+
+def test_inference_mode_is_refused() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, statistics="training")
+    before = everything(model, optimizer)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*no_grad"):
+        pruner.prune()
+    assert_unchanged(before, model, optimizer)
+    with torch.no_grad():
+        assert pruner.prune() is not None
+    train(model, optimizer, (20,), 1)

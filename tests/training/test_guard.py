@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from app.run.tiny import SETTINGS, build_model, numbers, split, tiny_recipe
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data.datasets import Split
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.pruning import RLSPruning
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.guard import FaultError, Guard
-from rlsprune.training.loop import mean_squared_error
 
 BATCHES = 3  # per epoch
 

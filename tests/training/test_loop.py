@@ -1,11 +1,12 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rlsprune.app.run.unpruned import NoPruning
-from rlsprune.training.loop import LOSSES, evaluate, mean_squared_error, train_epoch
+from rlsprune.app.config.losses import LOSSES, mean_squared_error
+from rlsprune.training.loop import evaluate, train_epoch
 
 
 def test_loss_is_equation_15() -> None:
@@ -22,9 +23,9 @@ def test_evaluation_weights_every_image_alike_whatever_the_batches() -> None:
     whole = evaluate(model, [(inputs, labels)], mean_squared_error)
     parts = evaluate(model, [(inputs[:7], labels[:7]), (inputs[7:], labels[7:])], mean_squared_error)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert parts.precision == whole.precision
+    assert parts.accuracy == whole.accuracy
     expected = (model.eval()(inputs).argmax(1) == labels).float().mean().item() * 100
-    assert whole.precision == pytest.approx(expected)
+    assert whole.accuracy == pytest.approx(expected)
 
 
 def test_evaluation_puts_the_mode_back() -> None:
@@ -33,42 +34,33 @@ def test_evaluation_puts_the_mode_back() -> None:
     assert model.training
 
 
-class Spy(NoPruning):
-    """Notes the order of the calls, and what the weight was at each."""
-
-    def __init__(self, model: nn.Linear) -> None:
-        super().__init__(model, torch.zeros(1, 2))
-        self.calls: list[tuple[str, float, bool]] = []
-
-    def _note(self, name: str) -> None:
-        weight = self.model.get_parameter("weight")
-        self.calls.append((name, weight.sum().item(), weight.grad is not None))
-
-    def after_backward(self) -> None:
-        self._note("backward")
-
-    def after_step(self) -> None:
-        self._note("step")
+def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda inputs, labels: mean_squared_error(model(inputs), labels)
 
 
-def test_method_is_asked_before_and_after_every_step() -> None:
+def test_callbacks_come_before_and_after_every_step() -> None:
     model = nn.Linear(2, 2)
     start = model.weight.sum().item()
-    method = Spy(model)
+    calls: list[tuple[str, float, bool]] = []
+
+    def note(name: str) -> None:
+        calls.append((name, model.weight.sum().item(), model.weight.grad is not None))
+
     batch = (torch.ones(4, 2), torch.tensor([0, 1, 0, 1]))
     seen = []
     train_epoch(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5),
         [batch, batch],
-        mean_squared_error,
-        method,
-        lambda number, loss: seen.append((number, float(loss))),
+        loss_of(model),
+        after_backward=lambda: note("backward"),
+        after_step=lambda: note("step"),
+        on_batch=lambda number, loss: seen.append((number, float(loss))),
     )
-    assert [name for name, _, _ in method.calls] == ["backward", "step", "backward", "step"]
-    assert all(has_gradient for _, _, has_gradient in method.calls)
-    assert method.calls[0][1] == start
-    assert method.calls[1][1] != start
+    assert [name for name, _, _ in calls] == ["backward", "step", "backward", "step"]
+    assert all(has_gradient for _, _, has_gradient in calls)
+    assert calls[0][1] == start
+    assert calls[1][1] != start
     assert [number for number, _ in seen] == [1, 2]
 
 
@@ -80,7 +72,7 @@ def test_epoch_loss_is_the_mean_over_images_and_the_last_batch_s() -> None:
     ]
     losses = [mean_squared_error(model(inputs), labels).item() for inputs, labels in batches]
     frozen = torch.optim.SGD(model.parameters(), lr=0.0)
-    result = train_epoch(model, frozen, batches, mean_squared_error, NoPruning(model, torch.zeros(1, 2)))
+    result = train_epoch(model, frozen, batches, loss_of(model))
     assert result.mean == pytest.approx((3 * losses[0] + losses[1]) / 4)
     assert result.last == pytest.approx(losses[1])
 
@@ -89,14 +81,10 @@ def test_training_that_diverged_is_an_error() -> None:
     model = nn.Linear(2, 2)
     batches = [(torch.full((2, 2), math.inf), torch.zeros(2, dtype=torch.long))]
     with pytest.raises(FloatingPointError, match="NaN or an infinity"):
-        train_epoch(
-            model, torch.optim.SGD(model.parameters()), batches, mean_squared_error, NoPruning(model, torch.zeros(1, 2))
-        )
+        train_epoch(model, torch.optim.SGD(model.parameters()), batches, loss_of(model))
 
 
 def test_no_batches_is_an_error() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no batch"):
-        train_epoch(
-            model, torch.optim.SGD(model.parameters()), [], mean_squared_error, NoPruning(model, torch.zeros(1, 2))
-        )
+        train_epoch(model, torch.optim.SGD(model.parameters()), [], loss_of(model))

@@ -52,7 +52,7 @@ class Ranks:
             dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self.group)
         return everywhere.bool()
 
-    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
+    def exchange(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Every rank's own tensors to all others, in place: those in ``parts[r]`` are overwritten with rank r's.
 
         One message per rank and dtype, all under way at once.
@@ -112,7 +112,7 @@ class Ranks:
             else torch.empty(outline[0] if outline else 0, dtype=known[1], device=device)
             for rank, outline in enumerate(outlines)
         ]
-        self.spread([[part] if outline else [] for part, outline in zip(parts, outlines, strict=True)])
+        self.exchange([[part] if outline else [] for part, outline in zip(parts, outlines, strict=True)])
         return torch.cat([part for part, outline in zip(parts, outlines, strict=True) if outline], dim=dim)
 
     @contextmanager

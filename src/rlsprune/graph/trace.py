@@ -46,7 +46,7 @@ def trace_groups(
     Returns:
         The groups in the order in which the network runs, and name → reason of those that must be left alone.
     """
-    graph = _dependencies(model, call)
+    graph = dependencies(model, call)
     names: dict[Any, str] = {module: name for name, module in model.named_modules()}
     owners = {
         id(parameter): (module, f"{name}.{own}" if name else own)
@@ -71,7 +71,8 @@ def trace_groups(
     return _collect(slots, seen, ignore)
 
 
-def _dependencies(model: nn.Module, call: Call) -> Any:
+def dependencies(model: nn.Module, call: Call) -> Any:
+    """torch-pruning's dependency graph of a network, which runs on the call's arguments; not traced any further."""
     # Imported here because it is slow to import and only a prune needs it.
     import torch_pruning
 

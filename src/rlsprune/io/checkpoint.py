@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from rlsprune.distributed.ranks import find_ranks
@@ -25,16 +26,13 @@ from rlsprune.io.state import load_state, save_state
 from rlsprune.model.calls import unwrap
 from rlsprune.model.tensors import is_sharded
 
-if TYPE_CHECKING:
-    from rlsprune.prune.pruner import Pruner
-
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _MODEL, _STATE, _PARTS = "model.safetensors", "state.safetensors", "parts"
 
 
 def save_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, pruner: Pruner | None = None
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, pruner: Stateful | None = None
 ) -> None:
     """Writes a checkpoint; all ranks call it, on a file system that they share.
 
@@ -74,7 +72,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, pruner: Pruner | None = None
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, pruner: Stateful | None = None
 ) -> None:
     """Loads a checkpoint that any number of ranks has written; all ranks call it.
 

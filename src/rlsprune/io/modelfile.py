@@ -20,6 +20,7 @@ from rlsprune.io import compatibility, tensorfile
 from rlsprune.io.tensorfile import DTYPES, TensorFile
 from rlsprune.model.arguments import quoted
 from rlsprune.model.calls import unwrap
+from rlsprune.model.modes import refuse_inference_mode
 from rlsprune.model.selector import check_kept, full_in_features, kept_inputs, set_kept_inputs
 from rlsprune.model.sizes import read_sizes, write_sizes
 from rlsprune.model.tensors import memory_format, replace_data
@@ -91,7 +92,9 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         FileError: If the file is damaged, not ours, or not of this model.
         ValueError: If the model itself cannot be loaded into.
         OSError: If the file cannot be read.
+        RuntimeError: Inside ``torch.inference_mode()``.
     """
+    refuse_inference_mode("loading")
     model = unwrap(into)
     layers = compatibility.sized_layers(model)
     selecting = {compatibility.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}

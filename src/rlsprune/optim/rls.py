@@ -331,6 +331,11 @@ class RLS(Optimizer):
     # --- copying, saving, closing -------------------------------------------------------------------------------------
 
     @property
+    def rank(self) -> int | None:
+        """How many directions P keeps apart; None for P whole."""
+        return self._rank
+
+    @property
     def ranks(self) -> Ranks | None:
         """The processes that train together with this one, itself included; None if it is alone."""
         return None if self._team is None else self._team.ranks

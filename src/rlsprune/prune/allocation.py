@@ -1,4 +1,4 @@
-"""How an event is spread over the layers: one ranking of all of them, by what it costs the loss to cut each.
+"""How an event is allocated over the layers: one ranking of all of them, by what it costs the loss to cut each.
 
 Each layer is cut on trial, in steps of its ξ. What the loss gained and what was saved tell the price of every step, and
 the cheapest steps are taken until as much is saved as by the first step of every layer.
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     """Of the loss."""
 
 
-def spread(
+def allocate(
     settings: Settings, groups: Sequence[Group], tensors: Mapping[str, float], before: float, trial: Trial
 ) -> Settings:
     """The settings with the ratios of an event that saves as much, where that costs the loss least.
@@ -54,7 +54,7 @@ def spread(
         ValueError: The loss is not finite before any cut, or after every one.
     """
     if not math.isfinite(before):
-        raise ValueError(f"evaluate() gave {before} before anything was cut: training has diverged")
+        raise ValueError(f"held_out_loss() gave {before} before anything was cut: training has diverged")
     steps: dict[str, list[Step]] = {}
     for group in groups:
         ratio = settings.ratio_of(group)
@@ -68,7 +68,9 @@ def spread(
     if not steps:
         return settings
     if all(group_steps[0].increase == math.inf for group_steps in steps.values()):
-        raise ValueError(f"evaluate() gave {before:g} before anything was cut, and no number after any cut: check it")
+        raise ValueError(
+            f"held_out_loss() gave {before:g} before anything was cut, and no number after any cut: check it"
+        )
     return settings.shared_out(share_out(steps, Costs(tensors, [group for group in groups if group.name in steps])))
 
 

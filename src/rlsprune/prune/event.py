@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
+
+Kind = Literal["prune", "roll-back", "preview"]
 
 
 class LayerChange(NamedTuple):
@@ -12,6 +15,15 @@ class LayerChange(NamedTuple):
     name: str
     before: int
     after: int
+
+
+class Measures(NamedTuple):
+    """What a network costs, and the sizes of its layers, at one moment."""
+
+    params: int
+    flops: int
+    sizes: Mapping[str, int]
+    """Name of a layer → its output channels; for input features, how many are left."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,30 @@ class PruneEvent:
     layers: tuple[LayerChange, ...]
     removed: dict[str, list[int]] = field(default_factory=dict)
     """Name of a group (its first layer, or ``input``) → its units that went, numbered as before the event."""
-    kind: Literal["prune", "roll-back", "preview"] = "prune"
+    kind: Kind = "prune"
+
+    @classmethod
+    def between(
+        cls,
+        before: Measures,
+        after: Measures,
+        epoch: int,
+        loss: float | None,
+        kind: Kind,
+        removed: dict[str, list[int]],
+    ) -> PruneEvent:
+        """The event that made one network out of another."""
+        return cls(
+            epoch=epoch,
+            loss=loss,
+            params_before=before.params,
+            params_after=after.params,
+            flops_before=before.flops,
+            flops_after=after.flops,
+            layers=tuple(LayerChange(name, size, after.sizes[name]) for name, size in before.sizes.items()),
+            removed=removed,
+            kind=kind,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The event as plain containers, for JSON and checkpoints."""

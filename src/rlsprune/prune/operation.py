@@ -1,88 +1,248 @@
-"""One pruning event, all or nothing: choose, compensate and cut, layer after layer."""
+"""One prune event, from the first score to the smaller tensors: choose, compensate and cut, layer after layer.
+
+Read from the top: `Operation.run` makes an event, all or nothing; `_cut_within_target` keeps it from going past the
+target; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask; `_cut` is Algorithm 1's
+loop over the layers; `_remove` takes one choice of units out of everything that has them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from rlsprune.distributed.ranks import Ranks
-from rlsprune.graph import ChannelGraph, Group, plan_cuts
+from rlsprune.graph import Group, plan_cuts
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.modes import evaluate, evaluating, refuse_inference_mode, run_once
 from rlsprune.model.selector import select_inputs
-from rlsprune.model.tensors import complement
-from rlsprune.prune.criteria import criterion
+from rlsprune.model.tensors import complement, forget_compiled_code
+from rlsprune.optim.rls import RLS
+from rlsprune.prune.allocation import STEPS, allocate
+from rlsprune.prune.budget import Budget
+from rlsprune.prune.criteria import InverseOf, criterion
+from rlsprune.prune.event import Measures, PruneEvent
 from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
 from rlsprune.prune.select import choose_units, cut_size, most_to_go
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
-from rlsprune.prune.surgery import apply_cuts, inner
+from rlsprune.prune.surgery import LiveNetwork
+from rlsprune.statistics.inputs import InputStatistics
+from rlsprune.statistics.inverse import Inverse
 
-# Up to this share of a layer goes at once, more in so many rounds. More rounds did not leave more precision.
+HeldOutLoss = Callable[[], float]
+"""Gives the loss of the network as it is on held-out data."""
+
+# How often the last event's ratio is halved towards the target.
+_TARGET_STEPS = 5
+# Up to this share of a layer goes at once, more in so many rounds. More rounds did not leave more accuracy.
 _AT_ONCE, _ROUNDS = 0.2, 4
 
 
-def operate(
-    model: nn.Module,
-    optimizer: Optimizer,
-    copies: list[nn.Module],
-    graph: ChannelGraph,
-    settings: Settings,
-    inverses: KnownInverses,
-    ranks: Ranks | None = None,
-) -> dict[str, list[int]]:
-    """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1). Not undone on errors.
+class Operation:
+    """Makes events on one network. When to make one is the pruner's business.
 
     Args:
-        model: The network.
-        optimizer: Whose state is cut with it.
-        copies: Copies of the network, cut alike.
-        graph: Its groups, renumbered as units go.
-        settings: What to choose and how to remove it.
-        inverses: P of each group of a layer, for scores and compensation; smaller after it.
-        ranks: The processes that prune the same network, and have to choose the same units.
-
-    Returns:
-        Name of a group → the units that went, numbered as before the event.
+        network: What is cut.
+        example_inputs: What the network is called with.
+        settings: What an event chooses, and how it removes that.
     """
-    score = criterion(settings.criterion, inverses)
-    removed: dict[str, list[int]] = {}
-    with torch.no_grad():
-        for name in [group.name for group in graph]:
-            left = list(range(graph[name].size))
-            for choice in _rounds(graph[name], settings):
-                group = graph[name]
-                units = choose_units(name, list(score(group)), group.size, *choice)
-                if ranks is not None:
-                    ranks.agree(f"which channels of {name!r} go", units)
-                if units:
-                    _remove(graph, group, units, model, optimizer, copies, settings, inverses)
-                    removed.setdefault(name, []).extend(left[unit] for unit in units)
-                    left = [left[unit] for unit in complement(group.size, torch.tensor(units)).tolist()]
-    return {name: sorted(units) for name, units in removed.items()}
 
+    def __init__(self, network: LiveNetwork, example_inputs: ExampleInputs, settings: Settings) -> None:
+        self.network, self.settings = network, settings
+        self._example_inputs = example_inputs
+        settings.check_graph(network.graph)
+        sampled = settings.needs_inverse and settings.statistics == "exact"
+        self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
+        self.budget = Budget(network.model, example_inputs, settings.target)
 
-@contextmanager
-def undone_on_error(
-    model: nn.Module, optimizer: Optimizer, copies: list[nn.Module], graph: ChannelGraph
-) -> Iterator[Callable[[], None]]:
-    """An error inside leaves everything as it was; so does calling what it yields."""
-    groups = graph.groups
-    snapshots = [Snapshot(model, optimizer), *(Snapshot(inner(copy)) for copy in copies)]
+    # --- one event ----------------------------------------------------------------------------------------------------
 
-    def undo() -> None:
-        for snapshot in snapshots:
-            snapshot.restore()
-        graph.groups = groups
+    def run(
+        self, epoch: int, loss: float | None, held_out_loss: HeldOutLoss | None, *, preview: bool = False
+    ) -> PruneEvent | None:
+        """Makes an event; an error leaves everything as it was.
 
-    try:
-        yield undo
-    except BaseException:
+        Args:
+            epoch: Its number.
+            loss: What opened the gate; None by hand.
+            held_out_loss: With it, how much each layer loses depends on what that costs.
+            preview: Undo it at the end.
+
+        Returns:
+            The event; None if no unit may go.
+        """
+        network = self.network
+        refuse_inference_mode("a prune")
+        network.meet()
+        try:
+            with network.undone_on_error() as undo:
+                before = self.measures()
+                removed = self._cut_within_target(held_out_loss, undo)
+                if removed:
+                    self._check_that_it_runs()
+                after = self.measures()
+                if preview:
+                    undo()
+        finally:
+            network.rebuild_wrapper()
+        if not removed:
+            return None
+        return PruneEvent.between(before, after, epoch, loss, "preview" if preview else "prune", removed)
+
+    def roll_back(self, snapshots: Iterable[Snapshot], epoch: int, loss: float | None) -> PruneEvent:
+        """Puts back what snapshots hold."""
+        before = self.measures()
+        self.network.restore(snapshots)
+        return PruneEvent.between(before, self.measures(), epoch, loss, "roll-back", {})
+
+    def _cut_within_target(self, held_out_loss: HeldOutLoss | None, undo: Callable[[], None]) -> dict[str, list[int]]:
+        """Cuts, with the ratios lowered to where the target is just reached if they would go beyond."""
+        aims = self.budget.countable and not self.budget.reached()
+        # Trials begin with the same network.
+        source = cache(self._inverses) if aims or held_out_loss is not None else self._inverses
+        settings = self.settings if held_out_loss is None else self._allocated(source, held_out_loss, undo)
+        removed = self._cut(settings, KnownInverses(source))
+        if not removed or not aims or not self.budget.reached():
+            return removed
+        too_little, enough = 0.0, 1.0
+        for _ in range(_TARGET_STEPS):
+            share = (too_little + enough) / 2
+            undo()
+            if self._cut(settings.scaled(share), KnownInverses(source)) and self.budget.reached():
+                enough = share
+            else:
+                too_little = share
         undo()
-        raise
+        return self._cut(settings.scaled(enough), KnownInverses(source))
+
+    def _allocated(self, source: InverseOf, held_out_loss: HeldOutLoss, undo: Callable[[], None]) -> Settings:
+        """The settings of an event, with the ratios that cutting each layer on trial suggests."""
+        network = self.network
+
+        def loss() -> float:
+            # It leaves no trace: no gradients, and no statistics of batch norms or inputs.
+            forget_compiled_code()
+            with evaluating(network.model, *network.copies):
+                return network.mean(float(held_out_loss()))
+
+        def trial(settings: Settings, name: str) -> list[tuple[int, float]]:
+            inverses = KnownInverses(source)
+            results: list[tuple[int, float]] = []
+            with contextlib.suppress(FloatingPointError):  # there is no going further then
+                while len(results) < STEPS and self._cut(settings, inverses):
+                    results.append((network.graph[name].size, loss()))
+            undo()
+            return results
+
+        return allocate(self.settings, network.graph.groups, self.budget.tensors(), loss(), trial)
+
+    def _cut(self, settings: Settings, inverses: KnownInverses) -> dict[str, list[int]]:
+        """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1). Not undone on errors.
+
+        Args:
+            settings: What to choose and how to remove it.
+            inverses: P of each group of a layer, for scores and compensation; smaller after it.
+
+        Returns:
+            Name of a group → the units that went, numbered as before the event.
+        """
+        graph, score = self.network.graph, criterion(settings.criterion, inverses)
+        removed: dict[str, list[int]] = {}
+        with torch.no_grad():
+            for name in [group.name for group in graph]:
+                left = list(range(graph[name].size))
+                for choice in _rounds(graph[name], settings):
+                    group = graph[name]
+                    units = choose_units(name, list(score(group)), group.size, *choice)
+                    self.network.agree(f"which channels of {name!r} go", units)
+                    if units:
+                        self._remove(group, units, settings, inverses)
+                        removed.setdefault(name, []).extend(left[unit] for unit in units)
+                        left = [left[unit] for unit in complement(group.size, torch.tensor(units)).tolist()]
+        return {name: sorted(units) for name, units in removed.items()}
+
+    def _remove(self, group: Group, units: list[int], settings: Settings, inverses: KnownInverses) -> None:
+        """Takes units out: refits the layers that read them, and cuts weights, P and the optimizer's state."""
+        network = self.network
+        removals = inverses.remove(group, units, ask=settings.compensate)
+        for model in network.models:
+            if settings.compensate:
+                compensate(model, group, removals)
+            for member in group.consumers if group.is_input else ():
+                layer = model.get_submodule(member.name)
+                assert isinstance(layer, nn.Linear)
+                select_inputs(layer, complement(layer.in_features, member.index[units].flatten()))
+        cuts = plan_cuts([(group, units)])
+        known = removals if settings.statistics == "training" else {}
+        cut_inverses(network.model, network.optimizer, cuts, settings.inverse, known)
+        network.cut(cuts)
+
+    def _check_that_it_runs(self) -> None:
+        """Raises before anything is final if the cut network cannot be called any more."""
+        try:
+            run_once(self.network.model, self._example_inputs)
+        except Exception as error:
+            raise RuntimeError(
+                f"without the channels chosen the network does not run ({type(error).__name__}: {error}). Everything "
+                "is as before; name the layer that needs its width in ignore="
+            ) from error
+
+    # --- where P comes from -------------------------------------------------------------------------------------------
+
+    def _inverses(self, name: str) -> list[Inverse]:
+        """P of each group of a layer: of the sampled inputs, or the optimizer's own."""
+        if self._sample is not None:
+            return self._sample.inverses(name)
+        optimizer = self.network.optimizer
+        assert isinstance(optimizer, RLS)
+        form = optimizer.form(self.network.model.get_parameter(f"{name}.weight" if name else "weight"))
+        if form is None:
+            raise RuntimeError(
+                f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
+                "statistics='exact'"
+            )
+        return form.inverses()
+
+    def calibrate(self, batches: Iterable[Any]) -> None:
+        """Samples the inputs that given batches make."""
+        if self._sample is None:
+            reason = "statistics='training'" if self.settings.needs_inverse else "no P is needed for its settings"
+            raise ValueError(f"calibrate gathers exact statistics, which this pruner does not use: {reason}")
+        with self._sample.everything():
+            seen = evaluate(self.network.model, batches, self._example_inputs)
+        if not seen:
+            raise ValueError("calibrate was given no batch")
+
+    def restart_sample(self, seed: int, active: bool) -> None:
+        """Forgets the sample; from here on training forwards are sampled, or not: it costs a part of every step."""
+        if self._sample is not None:
+            self._sample.clear(seed)
+            self._sample.active = active
+
+    def close(self) -> None:
+        """Removes the hooks from the model."""
+        if self._sample is not None:
+            self._sample.close()
+
+    # --- what the network costs ---------------------------------------------------------------------------------------
+
+    def measures(self) -> Measures:
+        """Costs and sizes of the network as it is."""
+        costs = self.budget.costs()
+        return Measures(costs["params"], costs["flops"], self.network.sizes())
+
+    def target_reached(self) -> bool:
+        """Whether a target is reached: one answer for all ranks, of which each measures another latency."""
+        return self.network.first(self.budget.reached())
+
+    def prunes_inputs(self) -> bool:
+        """Whether features of the input may go."""
+        return any(group.is_input and self.settings.ratio_of(group) for group in self.network.graph)
 
 
 def _rounds(group: Group, settings: Settings) -> list[tuple[float, int, int]]:
@@ -100,27 +260,3 @@ def _rounds(group: Group, settings: Settings) -> list[tuple[float, int, int]]:
     going = most_to_go(group.size, cut_size(ratio, group.size), keep, round_to)
     gone = [going * number // _ROUNDS for number in range(_ROUNDS + 1)]
     return [((after - before) / (group.size - before), 1, 1) for before, after in pairwise(gone) if after > before]
-
-
-def _remove(
-    graph: ChannelGraph,
-    group: Group,
-    units: list[int],
-    model: nn.Module,
-    optimizer: Optimizer,
-    copies: list[nn.Module],
-    settings: Settings,
-    inverses: KnownInverses,
-) -> None:
-    removals = inverses.remove(group, units, ask=settings.compensate)
-    for network in (model, *map(inner, copies)):
-        if settings.compensate:
-            compensate(network, group, removals)
-        for member in group.consumers if group.is_input else ():
-            layer = network.get_submodule(member.name)
-            assert isinstance(layer, nn.Linear)
-            select_inputs(layer, complement(layer.in_features, member.index[units].flatten()))
-    cuts = plan_cuts([(group, units)])
-    cut_inverses(model, optimizer, cuts, settings.inverse, removals if settings.statistics == "training" else {})
-    apply_cuts(model, cuts, optimizer, copies)
-    graph.shrink(cuts)

@@ -19,13 +19,26 @@ from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.selector import kept_inputs, strip_inputs
 from rlsprune.model.tensors import forget_compiled_code, is_sharded
+from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.gate import Decision, Gate
+from rlsprune.prune.operation import HeldOutLoss, Operation
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
-from rlsprune.prune.surgeon import Surgeon
-from rlsprune.prune.surgery import inner
+from rlsprune.prune.surgery import LiveNetwork, inner
+
+AS_IN_PAPER: Mapping[str, Any] = {
+    "ratio": 0.4,
+    "warmup_epochs": 30,
+    "criterion": "rls-paper",
+    "compensate": False,
+    "inverse": "slice",
+    "statistics": "training",
+    "tolerance": 0.0,
+    "patience": None,
+}
+"""The settings of Algorithm 1."""
 
 
 class Pruner:
@@ -54,10 +67,11 @@ class Pruner:
         model: nn.Module,
         optimizer: Optimizer,
         example_inputs: ExampleInputs,
+        *,
         ratio: float | Mapping[str, float] = 0.4,  # ξ
         input_ratio: float | None = None,
-        warmup_epochs: int = 30,  # q
-        criterion: str | Criterion = "rls",
+        warmup_epochs: int = 3,  # q
+        criterion: str | Criterion = "obs",
         compensate: bool = True,
         inverse: str = "schur",
         statistics: str = "exact",
@@ -65,10 +79,10 @@ class Pruner:
         min_channels: int = 1,
         round_to: int = 1,
         target: Mapping[str, float] | None = None,
+        tolerance: float = 0.0,
         patience: int | None = 10,
         on_prune: Callable[[PruneEvent], object] | None = None,
-        tolerance: float = 0.0,
-        evaluate: Callable[[], float] | None = None,
+        held_out_loss: HeldOutLoss | None = None,
     ) -> None:
         """Finds the network's prunable channels and proves on the example that they can go.
 
@@ -81,9 +95,9 @@ class Pruner:
                 (``"input"`` for the input features) to ratios, where layers not named are left alone.
             input_ratio: The same for flat input features; None for ξ/2. Image channels are never pruned.
             warmup_epochs: q, the calls of `step` that never prune.
-            criterion: ``"rls"``, ``"obs"``, ``"l1"``, ``"rls-paper"`` (as ``"rls"``, but a channel goes if any of its
-                nodes behind a flatten is chosen), or a callable from a `rlsprune.Group` to score vectors, low
-                goes first.
+            criterion: ``"obs"`` (least error after the refit), ``"rls"`` (the paper's scores), ``"rls-paper"`` (the
+                same, but a channel goes if any of its nodes behind a flatten is chosen), ``"l1"``, or a callable from a
+                `rlsprune.Group` to score vectors, low goes first.
             compensate: Refit the layers that read what goes.
             inverse: What happens to the optimizer's P of layers that lose inputs: ``"schur"`` (it becomes that of the
                 inputs that stay), ``"slice"`` (it loses their rows and columns, as in the paper) or ``"reset"`` (it
@@ -95,14 +109,16 @@ class Pruner:
             round_to: Layers keep a multiple of this many channels, where they lose any.
             target: Stop at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
                 ``{"latency": 0.5}``. The last event removes no more than it takes to get there.
+            tolerance: How much above the least loss at any prune so far counts as recovered, as a share of it.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
-            tolerance: How much above the least loss at any prune so far counts as recovered, as a share of it.
-            evaluate: Gives the loss of the model as it is on held-out data. With it an event takes its channels where
-                they cost the loss least: it saves what ``ratio`` of every layer would, parameters and FLOPs counted
-                alike, but how much each layer loses is found by cutting it on trial. Called once, and up to three times
-                for each layer, at every event and preview, with the model in evaluation mode and without gradients.
+            held_out_loss: Gives the loss of the model as it is on held-out data. With it an event takes its channels
+                where they cost the loss least. It saves what ``ratio`` of every layer would, parameters and FLOPs
+                counted alike, but cutting each layer on trial tells how much it loses. Called once, and up to three
+                times for each layer, at every event and preview, with the model in evaluation mode and without
+                gradients.
         """
+        _check_arguments(model, optimizer)
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
         check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
         check_argument("patience", patience, patience is None or patience >= 1, "None or at least 1")
@@ -121,17 +137,56 @@ class Pruner:
             round_to,
             dict(target) if isinstance(target, Mapping) else target or {},
         )
-        self._surgeon = Surgeon(model, optimizer, example_inputs, settings, ignore)
+        self._network = LiveNetwork(model, optimizer, example_inputs, ignore)
+        self._operation = Operation(self._network, example_inputs, settings)
         self._on_prune = on_prune
         self._gate = Gate(warmup_epochs, patience, tolerance)
         self._recovered: list[Snapshot] | None = None
         """Of the model and its copies, when the loss had last recovered."""
-        self.evaluate = evaluate
-        """Gives the held-out loss that events are spread by, or None; it may be set at any time."""
-        self.done = False
-        """Whether pruning has ended: the target is reached, patience ran out, or `finish` was called."""
+        self.held_out_loss = held_out_loss
+        """Gives the loss that tells what each layer can spare, or None; it may be set at any time."""
+        self._done = False
         self.history: list[PruneEvent] = []
         """Every event so far, roll-backs included."""
+
+    @classmethod
+    def as_in_paper(
+        cls, model: nn.Module, optimizer: Optimizer, example_inputs: ExampleInputs, **changes: Any
+    ) -> Pruner:
+        """Algorithm 1 to the letter: the paper's scores, no compensation, P sliced, 40 % considered after 30 epochs.
+
+        Args:
+            model: As of `Pruner`.
+            optimizer: `rlsprune.RLS` with ``rank=None``, whose own P scores.
+            example_inputs: As of `Pruner`.
+            **changes: Settings of `Pruner` that shall differ.
+
+        Raises:
+            ValueError: The optimizer is not RLS with P whole.
+
+        Examples:
+            >>> import torch, rlsprune
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+            >>> rlsprune.Pruner.as_in_paper(model, rlsprune.RLS(model, rank=None), torch.rand(1, 8), warmup_epochs=5)
+            Pruner(2 groups, 354 parameters (100 %), epoch 0, no event yet)
+        """
+        if not isinstance(optimizer, RLS):
+            raise ValueError(f"the paper prunes by the P of RLS, and the optimizer is {type(optimizer).__name__}")
+        if optimizer.rank is not None:
+            raise ValueError(
+                f"the paper keeps P whole, and the optimizer has rank={optimizer.rank}: RLS(..., rank=None)"
+            )
+        return cls(model, optimizer, example_inputs, **{**AS_IN_PAPER, **changes})
+
+    def __repr__(self) -> str:
+        params, original = self._operation.measures().params, self._operation.budget.original["params"]
+        events = sum(event.kind == "prune" for event in self.history)
+        made = f"{events} event{'s' if events > 1 else ''}" if events else "no event yet"
+        done = ", done" if self.done else ""
+        return (
+            f"Pruner({len(self.groups)} groups, {params:,} parameters ({100 * params / original:.3g} %), "
+            f"epoch {self._gate.epoch}, {made}{done})"
+        )
 
     # --- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -142,7 +197,7 @@ class Pruner:
             loss: The loss to compare with those at earlier prunes; which one is up to the caller. Of several ranks,
                 each gives that of its share, and the mean counts.
         """
-        loss = self._surgeon.mean(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        loss = self._network.mean(float(loss.detach() if isinstance(loss, Tensor) else loss))
         if not math.isfinite(loss):
             raise ValueError(f"loss={loss} in epoch {self._gate.epoch + 1}: training has diverged. Nothing was pruned")
         decision = self._gate.step(loss)
@@ -150,7 +205,7 @@ class Pruner:
         if not self.done and decision is Decision.ROLL_BACK:
             self._roll_back(loss)
         elif not self.done and decision is Decision.PRUNE:
-            self.done = self._surgeon.reached()
+            self._done = self._operation.target_reached()
             if not self.done:
                 event = self._prune(loss)
         self._restart_statistics()
@@ -165,7 +220,7 @@ class Pruner:
 
     def preview(self) -> PruneEvent | None:
         """The event that `prune` would make, with what that needs, changing nothing; ``print`` shows it as a table."""
-        return self._surgeon.prune(self._gate.epoch, None, self.evaluate, preview=True)
+        return self._operation.run(self._gate.epoch, None, self.held_out_loss, preview=True)
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Gathers exact input statistics from given batches, when no training step has been seen yet.
@@ -173,14 +228,26 @@ class Pruner:
         Args:
             batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
         """
-        self._surgeon.inverses.calibrate(batches, self.example_inputs)
+        self._operation.calibrate(batches)
 
-    def finish(self) -> None:
-        """Ends pruning. If the network has not recovered from the last prune, it goes back to the last one that had."""
-        if not self._gate.recovered and self._recovered is not None:
-            self._roll_back(None)
-        self.done = True
+    def stop(self) -> None:
+        """Ends pruning: no more events from now on. Further steps still tell whether the network has recovered."""
+        self._done = True
         self._restart_statistics()
+
+    def finish(self) -> PruneEvent | None:
+        """Ends pruning. If the network has not recovered from the last prune, it goes back to the last one that had.
+
+        Warns if nothing was ever pruned, and says why.
+
+        Returns:
+            The roll-back's event, or None if the network stays as it is.
+        """
+        event = None if self._gate.recovered else self._roll_back(None)
+        self.stop()
+        if not self.history:
+            warnings.warn(f"nothing was ever pruned: {self._why_nothing()}", stacklevel=2)
+        return event
 
     def follow(self, copy: nn.Module) -> None:
         """Keeps a copy of the model (a moving average of it, say) in the same shape from now on.
@@ -204,12 +271,17 @@ class Pruner:
                 f"follow() takes a copy of the model, and {name!r} has the shape {others.get(name)} in this one, "
                 f"{shapes.get(name)} in the model"
             )
-        if isinstance(copy, AveragedModel) and copy.use_buffers and self._surgeon.prunes_inputs():
+        if isinstance(copy, AveragedModel) and copy.use_buffers and self._operation.prunes_inputs():
             raise ValueError(
                 "AveragedModel(use_buffers=True) averages buffers that hold indices, such as those of the kept inputs: "
                 "make it with use_buffers=False, which copies buffers, or prune with input_ratio=0"
             )
-        self._surgeon.copies.append(copy)
+        self._network.copies.append(copy)
+
+    @property
+    def done(self) -> bool:
+        """Whether pruning has ended: the target is reached, patience ran out, or `stop` or `finish` was called."""
+        return self._done
 
     @property
     def recovered(self) -> bool:
@@ -219,19 +291,19 @@ class Pruner:
     @property
     def target_reached(self) -> bool:
         """Whether the network is as small as ``target`` asks for; never without one."""
-        return self._surgeon.budget.reached()
+        return self._operation.budget.reached()
 
     def close(self) -> None:
         """Removes the pruner's hooks from the model, which stays as it is. Nothing can be pruned after that."""
-        self.done = True
-        self._surgeon.inverses.close()
+        self._done = True
+        self._operation.close()
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """The channels that can be pruned, as they are now."""
-        return self._surgeon.graph.groups
+        return self._network.graph.groups
 
     @property
     def gate_level(self) -> float:
@@ -241,7 +313,7 @@ class Pruner:
     @property
     def skipped(self) -> dict[str, str]:
         """What is left alone, and why."""
-        return self._surgeon.graph.skipped
+        return self._network.graph.skipped
 
     @property
     def kept_inputs(self) -> Tensor | dict[str, Tensor | None] | None:
@@ -266,7 +338,7 @@ class Pruner:
             "gate": self._gate.state_dict(),
             "done": self.done,
             "history": [event.to_dict() for event in self.history],
-            "original": dict(self._surgeon.budget.original),
+            "original": dict(self._operation.budget.original),
             "recovered": None if self._recovered is None else [kept.state_dict() for kept in self._recovered],
         }
 
@@ -275,30 +347,30 @@ class Pruner:
         history = [PruneEvent.from_dict(event) for event in state["history"]]
         recovered = None
         if state["recovered"] is not None:
-            recovered = self._surgeon.snapshots()
+            recovered = self._network.snapshots()
             if len(recovered) != len(state["recovered"]):
                 raise ValueError(
                     f"the saved pruner followed {len(state['recovered']) - 1} copies of the model, this one follows "
-                    f"{len(self._surgeon.copies)}: call follow() for the same copies before loading"
+                    f"{len(self._network.copies)}: call follow() for the same copies before loading"
                 )
             for snapshot, saved in zip(recovered, state["recovered"], strict=True):
                 snapshot.load_state_dict(saved)
         self._gate.load_state_dict(state["gate"])
-        self.done, self.history, self._recovered = bool(state["done"]), history, recovered
-        self._surgeon.budget.original |= state["original"]
+        self._done, self.history, self._recovered = bool(state["done"]), history, recovered
+        self._operation.budget.original |= state["original"]
         self._restart_statistics()
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
     def _prune(self, loss: float | None) -> PruneEvent | None:
-        kept = self._surgeon.snapshots() if self._gate.patience is not None and loss is not None else None
-        event = self._surgeon.prune(self._gate.epoch, loss, self.evaluate)
+        kept = self._network.snapshots() if self._gate.patience is not None and loss is not None else None
+        event = self._operation.run(self._gate.epoch, loss, self.held_out_loss)
         if loss is not None:
             self._gate.pruned(loss, changed=event is not None)
         if event is None:
             warnings.warn(
                 f"nothing was pruned in epoch {self._gate.epoch}: no channel of any layer may go at ratio="
-                f"{self._surgeon.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
+                f"{self._operation.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
                 "criterion",
                 stacklevel=3,
             )
@@ -308,13 +380,14 @@ class Pruner:
         self._announce(event)
         return event
 
-    def _roll_back(self, loss: float | None) -> None:
-        self.done = True
+    def _roll_back(self, loss: float | None) -> PruneEvent | None:
+        self._done = True
         if self._recovered is None:
-            return
-        event = self._surgeon.roll_back(self._recovered, self._gate.epoch, loss)
+            return None
+        event = self._operation.roll_back(self._recovered, self._gate.epoch, loss)
         self._gate.recovered = True
         self._announce(event)
+        return event
 
     def _announce(self, event: PruneEvent) -> None:
         forget_compiled_code()
@@ -323,10 +396,30 @@ class Pruner:
         if self._on_prune is not None:
             self._on_prune(event)
 
+    def _why_nothing(self) -> str:
+        epochs, warmup = self._gate.epoch, self._gate.warmup_epochs
+        if epochs <= warmup:
+            return f"only {epochs} epochs were counted, and the first warmup_epochs={warmup} never prune"
+        if self.target_reached:
+            return "the network was as small as target asks for from the start"
+        return f"no channel of any layer may go at ratio={self._operation.settings.ratio}, or pruning was stopped first"
+
     def _restart_statistics(self) -> None:
         """For the next epoch, if it may end with a prune; before the first call of `step` any moment may."""
-        epoch, inverses = self._gate.epoch, self._surgeon.inverses
-        inverses.restart(epoch, active=not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs))
+        epoch = self._gate.epoch
+        self._operation.restart_sample(
+            epoch, active=not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs)
+        )
+
+
+def _check_arguments(model: object, optimizer: object) -> None:
+    """Raises TypeError if the arguments are in another order, or of another kind."""
+    if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
+        raise TypeError("the model comes first and the optimizer second: Pruner(model, optimizer, example_inputs)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Pruner takes a torch.nn.Module as its model, not {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"Pruner takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
 def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:

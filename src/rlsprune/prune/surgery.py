@@ -1,16 +1,146 @@
-"""Removing channels in place: the same Parameter objects, smaller, and the optimizer's memory of them with them."""
+"""Removing channels in place: the same Parameter objects, smaller, and all that is cut with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from rlsprune.distributed.ddp import rebuild
+from rlsprune.distributed.fingerprint import fingerprint
+from rlsprune.distributed.ranks import find_ranks
+from rlsprune.graph import ChannelGraph, find_groups
 from rlsprune.graph.cuts import Cuts, cut
+from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.tensors import replace_data
+from rlsprune.optim.rls import RLS
+from rlsprune.prune.snapshot import Snapshot
+
+
+class LiveNetwork:
+    """A network in training and all that is cut with it: its optimizer's state, its copies, the graph of its channels.
+
+    Args:
+        model: The network, or its DistributedDataParallel wrapper, which is rebuilt after a cut.
+        optimizer: Of its parameters.
+        example_inputs: What the network is called with.
+        ignore: Names of layers that keep all their channels.
+
+    Raises:
+        ValueError: Nothing can be cut.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, example_inputs: ExampleInputs, ignore: str | Iterable[str] = ()
+    ) -> None:
+        self.ranks = optimizer.ranks if isinstance(optimizer, RLS) else find_ranks(model)
+        """The processes that train the network together, or None."""
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self.optimizer, self.copies = optimizer, list[nn.Module]()
+        self._example_inputs, self._ignore = example_inputs, ignore if isinstance(ignore, str) else tuple(ignore)
+        self._graph: ChannelGraph | None = self._find_graph()
+
+    @property
+    def graph(self) -> ChannelGraph:
+        """The channels that can go, as they are now."""
+        if self._graph is None:
+            self._graph = self._find_graph()
+        return self._graph
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The network itself, and its copies without wrappers."""
+        return [self.model, *map(inner, self.copies)]
+
+    def cut(self, cuts: Cuts) -> None:
+        """Carries a plan out on everything."""
+        apply_cuts(self.model, cuts, self.optimizer, self.copies)
+        self.graph.shrink(cuts)
+
+    def sizes(self) -> dict[str, int]:
+        """Output channels of every layer that has them, and what is left of the input features."""
+        sizes = {group.name: group.size for group in self.graph if group.is_input}
+        for name, module in self.model.named_modules():
+            size = getattr(module, "out_features", getattr(module, "out_channels", None))
+            if isinstance(size, int):
+                sizes[name] = size
+        return sizes
+
+    # --- as it was ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[Callable[[], None]]:
+        """An error inside leaves everything as it was; so does calling what it yields."""
+        groups, snapshots = self.graph.groups, self.snapshots(copy=False)
+
+        def undo() -> None:
+            for snapshot in snapshots:
+                snapshot.restore()
+            self.graph.groups = groups
+
+        try:
+            yield undo
+        except BaseException:
+            undo()
+            raise
+
+    def snapshots(self, *, copy: bool = True) -> list[Snapshot]:
+        """The network, with its optimizer, and its copies, as they are now; see `Snapshot` for ``copy``."""
+        return [
+            Snapshot(self.model, self.optimizer, copy=copy),
+            *(Snapshot(inner(follower), copy=copy) for follower in self.copies),
+        ]
+
+    def restore(self, snapshots: Iterable[Snapshot]) -> None:
+        """Puts back what snapshots hold."""
+        for snapshot in snapshots:
+            snapshot.restore()
+        self.rebuild_wrapper()
+        self._graph = None  # it was the smaller network's
+
+    # --- several processes --------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Broadcasts rank 0's buffers and factors of P, and stops if the ranks differ in anything else."""
+        if self.ranks is None:
+            return
+        self.ranks.agree("the network", fingerprint(self.model, self.optimizer, values=False))
+        buffers = [buffer for network in (self.model, *self.copies) for buffer in network.buffers()]
+        factors = self.optimizer.inverse_tensors(factors_only=True) if isinstance(self.optimizer, RLS) else []
+        self.ranks.exchange([[*buffers, *factors]])
+        self.ranks.agree("the network", fingerprint(self.model, self.optimizer))
+
+    def agree(self, what: str, value: object) -> None:
+        """Stops if the ranks have come to another value."""
+        if self.ranks is not None:
+            self.ranks.agree(what, value)
+
+    def mean(self, value: float) -> float:
+        """Over all ranks."""
+        return value if self.ranks is None else math.fsum(self.ranks.gather(value)) / self.ranks.size
+
+    def first(self, value: bool) -> bool:
+        """That of rank 0."""
+        return value if self.ranks is None else self.ranks.first(value)
+
+    def rebuild_wrapper(self) -> None:
+        """Lets DistributedDataParallel see the parameters as they are now: its buckets have their old sizes."""
+        if self._wrapper is not None:
+            rebuild(self._wrapper)
+
+    def _find_graph(self) -> ChannelGraph:
+        graph = find_groups(self.model, self._example_inputs, self._ignore)
+        if not graph.groups:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
+            raise ValueError(f"the model has nothing to prune. {reasons}")
+        return graph
 
 
 def apply_cuts(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from app.baselines.cases import SHAPE, epoch, inputs, sgd, small
 from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, initialise_scales
 from rlsprune.app.baselines.group_norm import group_norms
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.models import FNN
 from rlsprune.graph import find_groups
-from rlsprune.training.loop import mean_squared_error
 from zoo import ZOO
 
 LAYERS = (0, 4, 9)  # of ``small``; each followed by its batch norm

@@ -10,6 +10,8 @@ import torch
 
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.experiment import make_config
+from rlsprune.app.config.losses import mean_squared_error
+from rlsprune.app.experiments.figures import draw_pixels
 from rlsprune.app.experiments.methods import take_shape
 from rlsprune.app.experiments.recipe import load_data, run
 from rlsprune.app.experiments.registry import METHODS, experiment
@@ -17,14 +19,14 @@ from rlsprune.app.models import ResNet
 from rlsprune.app.run.counting import count_retained
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io import modelfile
-from rlsprune.training.loop import evaluate, mean_squared_error
+from rlsprune.training.loop import evaluate
 
 OPTIONS = ["--epochs", "3", "--warmup-epochs", "1", "--train-images", "300", "--test-images", "100", "--threads", "1"]
 METRICS = {
     "epoch",
     "train_loss",
     "test_loss",
-    "precision",
+    "accuracy",
     "nodes_percent",
     "weights_percent",
     "flops_percent",
@@ -52,7 +54,7 @@ def test_method_runs_from_the_command_line(tmp_path: Path, method: str, capsys: 
     assert all(set(line) >= METRICS for line in metrics)
     assert (out / "environment.json").is_file()
     assert (out / "config.json").is_file()
-    assert summary["precision"] == metrics[-1]["precision"]
+    assert summary["accuracy"] == metrics[-1]["accuracy"]
     if method in DETERMINED:
         shares = (summary["nodes_percent"], summary["weights_percent"])
         assert shares == pytest.approx(DETERMINED[method], abs=0.05)
@@ -76,7 +78,7 @@ def _check_model(folder: RunFolder, summary: dict[str, Any], last: dict[str, Any
     assert [layer["weights"] for layer in summary["layers"]] == [count.weights for count in counts.values()]
     test = load_data(make_config("digits-fnn", train_images=300, test_images=100)).test
     result = evaluate(model, [(test.images.flatten(1) / 255, test.labels)], mean_squared_error)
-    assert result.precision == last["precision"]
+    assert result.accuracy == last["accuracy"]
     assert result.loss == pytest.approx(last["test_loss"], rel=1e-4)
 
 
@@ -115,15 +117,15 @@ def test_target_is_an_option(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).read_json("summary")["weights_percent"] == pytest.approx(60, abs=2)
 
 
-def test_a_run_can_spread_its_events(tmp_path: Path) -> None:
+def test_a_run_can_allocate_its_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    command = ["run", "--spread", "--target", "0.3", "--epochs", "6", "--warmup-epochs", "0", "--train-images", "600"]
+    command = ["run", "--allocate", "--target", "0.3", "--epochs", "6", "--warmup-epochs", "0", "--train-images", "600"]
     assert main([*command, "--threads", "1", "--tolerance", "9", "--quiet", "--out", str(tmp_path)]) == 0
     summary = folder.read_json("summary")
     assert summary["missed_target"] is None
     assert summary["weights_percent"] == pytest.approx(30, abs=2)
     shares = {layer["name"]: layer["nodes_percent"] for layer in summary["layers"]}
-    assert abs(shares["fc1"] - shares["fc2"]) > 5, "the same of both, as without --spread"
+    assert abs(shares["fc1"] - shares["fc2"]) > 5, "the same of both, as without --allocate"
 
 
 def test_scratch_forgets_the_batch_norms_too(tmp_path: Path) -> None:
@@ -190,3 +192,8 @@ def test_pixels_are_drawn_where_inputs_were_pruned(tmp_path: Path) -> None:
     options = ["--epochs", "2", "--warmup-epochs", "0", "--train-images", "300", "--threads", "1", "--quiet"]
     assert main(["run", "--method", "rls-paper", *options, "--out", str(out)]) == 0
     assert (out / "pixels.png").read_bytes().startswith(b"\x89PNG")
+    kept, again = RunFolder(out).read_json("summary"), tmp_path / "again.png"
+    draw_pixels(kept, again)  # from the summary alone, without the data
+    assert again.read_bytes() == (out / "pixels.png").read_bytes()
+    draw_pixels({**kept, "kept_inputs": kept["kept_inputs"][1:]}, again)
+    assert again.read_bytes() != (out / "pixels.png").read_bytes()

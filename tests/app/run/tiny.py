@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import rlsprune
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.config.settings import OURS, TrainingSettings
 from rlsprune.app.data.datasets import Dataset, Split
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.pruning import RLSPruning
 from rlsprune.app.run.recipe import Recipe
-from rlsprune.training.loop import mean_squared_error
 
 SETTINGS = replace(OURS, gate="train", criterion="rls", settle=0.0, tolerance=1.0, target=None, reunite=False)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rlsprune.graph.groups import Group
 from rlsprune.graph.layers import axis_of
 from rlsprune.graph.observe import Call
-from rlsprune.graph.trace import _dependencies
+from rlsprune.graph.trace import dependencies
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.modes import preserved
 
@@ -33,7 +33,7 @@ def group_norms(model: nn.Module, example_inputs: ExampleInputs, groups: Sequenc
     importance = GroupMagnitudeImportance(p=2)
     found: list[Tensor] = []
     with preserved(model):
-        graph = _dependencies(model, Call.of(example_inputs))
+        graph = dependencies(model, Call.of(example_inputs))
         for group in groups:
             root = group.producers[0]
             channels = list(range(axis_of(root.module, "out").size))

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rlsprune.app.config.experiment import GATES, LOSSES
+from rlsprune.app.config.base import GATES, OPTIMIZERS
+from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.settings import ON_FAULT, OURS
-from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
+from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
 
 
 def _choices(names: tuple[str, ...]) -> str:
@@ -73,8 +74,10 @@ Tolerance = Annotated[
         help=f"How far above the least loss at a prune is recovered, as a share of it. Default: {OURS.tolerance}.",
     ),
 ]
-SPREAD = "Take from each layer what costs the held-out loss least, instead of ξ from all."
-Spread = Annotated[bool | None, typer.Option("--spread/--no-spread", help=f"{SPREAD} Default: the experiment's.")]
+ALLOCATE = "Take from each layer what costs the held-out loss least, instead of ξ from all."
+Allocate = Annotated[
+    bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")
+]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
 ]
@@ -82,7 +85,7 @@ PruneEpoch = Annotated[
     int | None,
     typer.Option("--prune-epoch", help="The epoch after which the one-shot methods prune. Default: q + 1."),
 ]
-Gate = Annotated[
+GateName = Annotated[
     str | None,
     typer.Option(
         "--gate",
@@ -91,12 +94,12 @@ Gate = Annotated[
         autocompletion=_completing(GATES),
     ),
 ]
-Loss = Annotated[
+LossName = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help=f"One of {_choices(LOSSES)}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
-        autocompletion=_completing(LOSSES),
+        help=f"One of {_choices(tuple(LOSSES))}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
+        autocompletion=_completing(tuple(LOSSES)),
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch, instead of the preset's.")]
@@ -151,9 +154,9 @@ def _training(
     warmup_epochs: Warmup = None,
     target: Target = None,
     tolerance: Tolerance = None,
-    spread: Spread = None,
-    gate: Gate = None,
-    loss: Loss = None,
+    allocate: Allocate = None,
+    gate: GateName = None,
+    loss: LossName = None,
     batch_size: BatchSize = None,
     train_images: TrainImages = None,
     test_images: TestImages = None,

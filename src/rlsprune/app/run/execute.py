@@ -31,7 +31,7 @@ from rlsprune.model.selector import kept_inputs
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
 from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
-from rlsprune.training.loop import EpochLoss, Evaluation, evaluate, train_epoch
+from rlsprune.training.loop import EpochLoss, Evaluation, evaluation_sums, train_epoch
 
 __all__ = ["Run", "train_and_prune"]
 
@@ -154,12 +154,14 @@ class Run:
             self.network,
             self.optimizer,
             self.batches,
-            self.recipe.loss,
-            self.method,
-            on_batch,
-            self.share,
-            self.guard,
+            self.share.loss_of(self.network, self.recipe.loss),
+            guard=self.guard,
+            after_backward=self.method.after_backward,
+            after_step=self.method.after_step,
+            on_batch=on_batch,
         )
+        losses = EpochLoss(*self.share.means(list(losses)))
+        self.guard.epoch_loss("training", losses.mean)
         for network in dict.fromkeys((self.model, self.result)):
             self.share.align(network)
         gate_loss = self._gate_loss(losses)
@@ -179,7 +181,7 @@ class Run:
                 "train_loss": losses.mean,
                 "gate_loss": gate_loss,
                 "test_loss": test.loss,
-                "precision": test.precision,
+                "accuracy": test.accuracy,
                 "nodes_percent": nodes_percent,
                 "weights_percent": weights_percent,
                 "flops_percent": percent(self._flops(), self.unpruned.flops),
@@ -231,18 +233,18 @@ class Run:
         images = self.recipe.example(min(self.recipe.batch_size, len(self.data.train)))
         # Both now, one after the other: other work on the machine then slows them alike.
         unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
-        latency_ms, spread = latency(self.model, images)
+        latency_ms, iqr = latency(self.model, images)
         return {
             **self.recipe.title,
             "epochs": self.recipe.epochs,
-            "precision": statistics.fmean(line["precision"] for line in last),
+            "accuracy": statistics.fmean(line["accuracy"] for line in last),
             "loss": statistics.fmean(line["test_loss"] for line in last),
-            "final_precision": final["precision"],
+            "final_accuracy": final["accuracy"],
             "nodes_percent": final["nodes_percent"],
             "weights_percent": final["weights_percent"],
             "flops_percent": final["flops_percent"],
             "latency_ms": latency_ms,
-            "latency_iqr_ms": spread,
+            "latency_iqr_ms": iqr,
             "latency_unpruned_ms": unpruned_ms,
             "latency_batch": len(images),
             "seconds": sum(line["seconds"] for line in metrics),
@@ -282,7 +284,9 @@ class Run:
         self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
 
     def _evaluate(self, split: Split) -> Evaluation:
-        return evaluate(self.result, self.recipe.evaluation_batches(split), self.recipe.loss, self.share)
+        batches = self.share.of_batches(self.recipe.evaluation_batches(split))
+        sums = evaluation_sums(self.result, batches, self.recipe.loss)
+        return Evaluation.of_sums(*self.share.totals(list(sums)))
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
         """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""

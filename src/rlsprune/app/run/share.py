@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from rlsprune.distributed.ddp import rebuild
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import Ranks
+from rlsprune.training.loop import Loss
 
 __all__ = ["Share"]
 
@@ -40,6 +41,16 @@ class Share:
         own = labels.tensor_split(self.ranks.size)[self.ranks.rank]
         weight = len(own) * self.ranks.size / len(labels)
         return inputs.tensor_split(self.ranks.size)[self.ranks.rank], own, weight
+
+    def loss_of(self, network: nn.Module, loss: Loss) -> Loss:
+        """From a whole batch to the loss of this rank's part, weighted so that the ranks' mean is that of the batch."""
+
+        def weighted(inputs: Tensor, labels: Tensor) -> Tensor:
+            inputs, labels, weight = self.of_batch(inputs, labels)
+            value = loss(network(inputs), labels)
+            return value if weight == 1 else weight * value
+
+        return weighted
 
     def of_batches(self, batches: Iterable[T]) -> Iterator[T]:
         """Every so many-th batch."""
@@ -76,7 +87,7 @@ class Share:
     def align(self, model: nn.Module) -> None:
         """Buffers, which every rank has seen other images for, become rank 0's."""
         if self.ranks is not None:
-            self.ranks.spread([list(model.buffers())])
+            self.ranks.exchange([list(model.buffers())])
 
     def verify(self, model: nn.Module, result: nn.Module, optimizer: Optimizer) -> None:
         """Stops all ranks if their networks, what is kept of them, or their optimizers have come to differ."""

@@ -1,13 +1,13 @@
-"""Test precision right after one prune event, without any training after it, next to torch-pruning's importances.
+"""Test accuracy right after one prune event, without any training after it, next to torch-pruning's importances.
 
 Every method gets the same trained network and removes the same number of channels of every layer, but for criterion
 ``rls``, whose intersection lets fewer go: the share of parameters left is printed with each. What needs data (our exact
 statistics, Taylor's gradients) sees the same training images. Trained networks are kept in ``--cache``. ``--run`` takes
 the network of a finished run instead: one that has been pruned has little left to spare.
 
-    python benchmarks/prune_accuracy.py --data-dir DATA --cache CACHE
-    python benchmarks/prune_accuracy.py --data-dir DATA --run runs/mnist-fnn-rls-seed0
-    python benchmarks/prune_accuracy.py --quick
+    python -m benchmarks.quality.prune_accuracy --data-dir DATA --cache CACHE
+    python -m benchmarks.quality.prune_accuracy --data-dir DATA --run runs/mnist-fnn-rls-seed0
+    python -m benchmarks.quality.prune_accuracy --quick
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch_pruning
-from common import CLASSES, paper_loss, train_step
 from torch import Tensor, nn
 from torch_pruning.pruner import importance
 
 import rlsprune
+from benchmarks.common import CLASSES, train_step
 from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, Dataset, Split, load
 from rlsprune.app.experiments.recipe import load_data
 from rlsprune.app.experiments.registry import experiment
@@ -88,7 +89,7 @@ class Trained:
         return model, optimizer
 
     @torch.no_grad()
-    def precision(self, model: nn.Module) -> float:
+    def accuracy(self, model: nn.Module) -> float:
         """In %."""
         model.eval()
         hits = [(model(images).argmax(1) == labels).float() for images, labels in self.test]
@@ -168,7 +169,7 @@ def prune_by_rival(trained: Trained, score: Any, ratio: float) -> nn.Module:
         model.eval()
         model.zero_grad()
         for images, labels in trained.batches:
-            paper_loss(model(images), labels).backward()
+            mean_squared_error(model(images), labels).backward()
     output = [module for module in model.modules() if getattr(module, "out_features", 0) == CLASSES]
     pruner = torch_pruning.pruner.BasePruner(model, trained.example, score, pruning_ratio=ratio, ignored_layers=output)
     pruner.step()
@@ -195,9 +196,9 @@ def shares_gone(before: nn.Module, after: nn.Module) -> dict[str, float]:
 
 
 def compare(title: str, trained: Trained, args: argparse.Namespace) -> None:
-    """Prints precision after the event, for each method and ratio."""
+    """Prints accuracy after the event, for each method and ratio."""
     whole = sum(p.numel() for p in trained.model.parameters())
-    print(f"\n{title}: {trained.precision(trained.model):.2f} %")
+    print(f"\n{title}: {trained.accuracy(trained.model):.2f} %")
     print(f"| {'method':<27} | " + " | ".join(f"{ratio:.0%} of every layer" for ratio in args.ratios) + " |")
     print("|---|" + "---:|" * len(args.ratios))
     ratios: dict[float, dict[str, float]] = {}
@@ -214,7 +215,7 @@ def compare(title: str, trained: Trained, args: argparse.Namespace) -> None:
                 # So that ours removes exactly as many: torch-pruning rounds what stays down.
                 ratios[ratio] = shares_gone(trained.model, model)
             left = sum(p.numel() for p in model.parameters()) / whole
-            cells.append(f"{trained.precision(model):.2f} ({left:.0%} left)")
+            cells.append(f"{trained.accuracy(model):.2f} ({left:.0%} left)")
         print(f"| {name:<27} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -1,6 +1,6 @@
 """Finished networks on all test images: the short presets look at 2,000, which tell two networks apart only by points.
 
-    python benchmarks/all_test_images.py RUN-OF-RLS RUN-OF-SCRATCH … --data-dir DATA
+    python -m benchmarks.quality.all_test_images RUN-OF-RLS RUN-OF-SCRATCH … --data-dir DATA
 
 The difference to the first run is of the same images, and its standard error counts only those that one of the two gets
 right and the other does not.
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--no-verify", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| run | images | precision % | loss | difference to the first |\n|---|---:|---:|---:|---:|")
+    print("| run | images | accuracy % | loss | difference to the first |\n|---|---:|---:|---:|---:|")
     first: Tensor | None = None
     for run in options.runs:
         right, loss = found(RunFolder(run), options.data_dir, not options.no_verify)

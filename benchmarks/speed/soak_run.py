@@ -3,7 +3,7 @@
 A tiny network trains on random features, prunes at every epoch, and writes checkpoints and metrics as every run does.
 Prints what the process holds as it goes.
 
-    python benchmarks/soak_run.py --epochs 100
+    python -m benchmarks.speed.soak_run --epochs 100
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import rlsprune
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.config.settings import OURS
 from rlsprune.app.data.datasets import Dataset, Split
 from rlsprune.app.run.execute import train_and_prune
@@ -31,7 +32,6 @@ from rlsprune.app.run.method import Retained
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.pruning import RLSPruning
 from rlsprune.app.run.recipe import Recipe
-from rlsprune.training.loop import mean_squared_error
 
 STEPS = 100  # per epoch
 BATCH = 16
