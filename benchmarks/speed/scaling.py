@@ -59,17 +59,17 @@ class Counter:
         ranks = getattr(optimizer, "ranks", None)
         if ranks is None:
             return
-        sum_, spread = ranks.sum_, ranks.spread
+        sum_, exchange = ranks.sum_, ranks.exchange
 
         def counted_sum(tensor: Tensor) -> None:
             self.ours += tensor.nbytes
             sum_(tensor)
 
-        def counted_spread(parts: Sequence[Sequence[Tensor]]) -> None:
+        def counted_exchange(parts: Sequence[Sequence[Tensor]]) -> None:
             self.ours += sum(tensor.nbytes for tensor in parts[ranks.rank])
-            spread(parts)
+            exchange(parts)
 
-        ranks.sum_, ranks.spread = counted_sum, counted_spread
+        ranks.sum_, ranks.exchange = counted_sum, counted_exchange
 
 
 def rank_main(network: str, batch: int, steps: int) -> None:

@@ -173,10 +173,10 @@ def test_removing_what_is_already_dead_leaves_the_trajectory_as_it_was(inverse: 
     assert trajectories[0][-1] < trajectories[0][0]
 
 
-@pytest.mark.parametrize("block_size", [None, 7])
-def test_a_reset_p_is_that_of_a_new_optimizer_and_only_of_layers_that_lose_inputs(block_size: int | None) -> None:
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_reset_p_is_that_of_a_new_optimizer_and_only_of_layers_that_lose_inputs(rank: int | None) -> None:
     model = fnn().double()
-    settings = {"lr": 0.3, "momentum": 0.0, "p0": 0.5, "block_size": block_size}
+    settings = {"lr": 0.3, "momentum": 0.0, "p0": 0.5, "rank": rank}
     optimizer = rlsprune.RLS(model, **settings)
     pruner = make_pruner(model, optimizer, ratio={"0": 0.5}, inverse="reset")
     train(model, optimizer, (20,), 4)
@@ -191,9 +191,8 @@ def test_a_reset_p_is_that_of_a_new_optimizer_and_only_of_layers_that_lose_input
     fresh = copy.deepcopy(model)
     train(fresh, rlsprune.RLS(fresh, **settings), (20,), 1)
     train(model, optimizer, (20,), 1)
-    if block_size is None:  # what is left of blocks is divided otherwise than a new P would be
-        torch.testing.assert_close(model[2].weight, fresh[2].weight, rtol=1e-9, atol=1e-12)
-        assert not torch.allclose(model[0].weight, fresh[0].weight, rtol=1e-6)
+    torch.testing.assert_close(model[2].weight, fresh[2].weight, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(model[0].weight, fresh[0].weight, rtol=1e-6)
 
 
 def test_an_error_half_way_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +324,22 @@ def test_a_copy_that_could_not_be_rolled_back_is_refused() -> None:
         pruner.follow(copy.deepcopy(model))
 
 
-def test_block_diagonal_p_shrinks_block_by_block() -> None:
-    model, optimizer = trained(cnn, block_size=30)
+@pytest.mark.parametrize("inverse", ["schur", "slice", "reset"])
+@pytest.mark.parametrize("criterion", ["obs", "rls", "rls-paper"])
+def test_no_matrix_of_all_inputs_is_made_of_factors(
+    criterion: str, inverse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained(cnn, rank=4)
+    monkeypatch.setattr("rlsprune.optim.forms.Factored.dense", None)
+    monkeypatch.setattr("rlsprune.statistics.inverse.DenseInverse.__init__", None)
+    pruner = make_pruner(model, optimizer, criterion=criterion, inverse=inverse, statistics="training", ratio=0.4)
+    pruner.prune()
+    train(model, optimizer, (3, 8, 8), 2)
+    assert len(pruner.history) == 1
+
+
+def test_factors_shrink_with_their_layer_beyond_their_rank() -> None:
+    model, optimizer = trained(cnn, rank=4)
     pruner = make_pruner(model, optimizer, statistics="training", ratio=0.4)
     for _ in range(4):
         pruner.prune()

@@ -32,7 +32,7 @@ from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork
 from rlsprune.statistics.inputs import InputStatistics
-from rlsprune.statistics.inverse import DenseInverse, Inverse
+from rlsprune.statistics.inverse import Inverse
 
 HeldOutLoss = Callable[[], float]
 """Gives the loss of the network as it is on held-out data."""
@@ -200,15 +200,13 @@ class Operation:
             return self._sample.inverses(name)
         optimizer = self.network.optimizer
         assert isinstance(optimizer, RLS)
-        blocks = optimizer.blocks(self.network.model.get_parameter(f"{name}.weight" if name else "weight"))
-        if blocks is None:
+        form = optimizer.form(self.network.model.get_parameter(f"{name}.weight" if name else "weight"))
+        if form is None:
             raise RuntimeError(
                 f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
                 "statistics='exact'"
             )
-        if len(blocks) == 1:
-            return [DenseInverse(P) for P in blocks[0]]
-        return [DenseInverse(torch.block_diag(*parts)) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
+        return form.inverses()
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Samples the inputs that given batches make."""
