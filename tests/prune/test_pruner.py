@@ -716,8 +716,8 @@ def test_stop_ends_pruning_and_recovery_is_still_noticed() -> None:
 
 def test_as_in_paper_is_algorithm_1() -> None:
     """The settings of the paper, as its reference has them (tests/reference), and the same choice of channels."""
-    model, optimizer = trained(fnn)
-    twin, twins = trained(fnn)
+    model, optimizer = trained(fnn, rank=None)
+    twin, twins = trained(fnn, rank=None)
     paper = rlsprune.Pruner.as_in_paper(model, optimizer, EXAMPLE, warmup_epochs=0)
     by_hand = rlsprune.Pruner(
         twin,
@@ -734,9 +734,11 @@ def test_as_in_paper_is_algorithm_1() -> None:
     assert paper.step(0.5).removed == by_hand.step(0.5).removed
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
     whole = fnn().double()
-    assert rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole), EXAMPLE)._gate.warmup_epochs == 30
+    assert rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole, rank=None), EXAMPLE)._gate.warmup_epochs == 30
     with pytest.raises(ValueError, match="the optimizer is SGD"):
         rlsprune.Pruner.as_in_paper(whole, torch.optim.SGD(whole.parameters()), EXAMPLE)
+    with pytest.raises(ValueError, match=r"rank=16: RLS\(\.\.\., rank=None\)"):
+        rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole), EXAMPLE)
 
 
 def test_settings_are_keywords_and_arguments_in_another_order_are_told() -> None:

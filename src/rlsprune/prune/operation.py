@@ -26,7 +26,7 @@ from rlsprune.prune.allocation import STEPS, allocate
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import InverseOf, criterion
 from rlsprune.prune.event import Measures, PruneEvent
-from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
+from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses, inverses_of
 from rlsprune.prune.select import choose_units, cut_size, most_to_go
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
@@ -206,7 +206,7 @@ class Operation:
                 f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
                 "statistics='exact'"
             )
-        return form.inverses()
+        return inverses_of(form)
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Samples the inputs that given batches make."""
