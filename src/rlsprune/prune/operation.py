@@ -59,6 +59,7 @@ class Operation:
         sampled = settings.needs_inverse and settings.statistics == "exact"
         self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
         self.budget = Budget(network.model, example_inputs, settings.target)
+        self._closed = False
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,9 @@ class Operation:
         """
         network = self.network
         refuse_inference_mode("a prune")
+        if self._closed:
+            raise RuntimeError("this pruner was closed: make a new one to go on pruning")
+        network.check_unchanged()
         network.meet()
         try:
             with network.undone_on_error() as undo:
@@ -225,7 +229,8 @@ class Operation:
             self._sample.active = active
 
     def close(self) -> None:
-        """Removes the hooks from the model."""
+        """Removes the hooks from the model; no event can be made after that."""
+        self._closed = True
         if self._sample is not None:
             self._sample.close()
 
