@@ -39,7 +39,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD momentum": lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9),
     "RLS": lambda model: rlsprune.RLS(model, lr=0.1),
-    "RLS, shard=True": lambda model: rlsprune.RLS(model, lr=0.1, shard=True),
+    "RLS, P whole": lambda model: rlsprune.RLS(model, lr=0.1, rank=None),
 }
 
 
