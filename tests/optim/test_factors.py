@@ -37,13 +37,13 @@ def gradient(groups: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tenso
 def step(form: Form, x: Tensor, forgetting: float = 1.0, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of P; ``xᵀPx`` and ``∇W P`` before it."""
     gradients = gradient(len(x), x.dtype)
-    excitation, definite, finite = form.prepare(x, gradients)
-    assert definite.all()
-    assert finite.all()
+    look = form.prepare(x, gradients)
+    assert look.definite.all()
+    assert look.finite.all()
     velocity = torch.zeros_like(gradients[0])
-    form.velocity_step_((velocity, None), gradients, 0.0, -torch.ones_like(excitation))
+    form.velocity_step_((velocity, None), gradients, 0.0, -torch.ones_like(look.excitation))
     form.update_(K, forgetting, 2.0, gate)
-    return excitation, velocity
+    return look.excitation, velocity
 
 
 def factored(x: Tensor, rank: int = RANK, p0: float = 1.0) -> Factored:

@@ -41,7 +41,8 @@ def exact(tensor: Tensor) -> Tensor:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Within it, autocast does nothing."""
-    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
+    on = is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def wait_for(device: torch.device) -> None:

@@ -43,14 +43,15 @@ def whitening(M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def products(C: Tensor, x: Tensor) -> Tensor:
-    """``Cx``, ``(G, m)``, in the dtype of the small matrices."""
-    dtype = wide(C.device)
-    return (C.to(dtype) @ x.to(dtype).unsqueeze(-1)).squeeze(-1)
+    """``Cx``, ``(G, m)``, for an x in the dtype of the small matrices."""
+    return (C.to(x.dtype) @ x.unsqueeze(-1)).squeeze(-1)
 
 
-def excitation(whitener: Tensor, Cx: Tensor, square: Tensor, beta: Tensor) -> Tensor:
-    """``xᵀPx`` of Eq. (18), from ``L⁻¹``, ``Cx``, ``xᵀx`` and β."""
-    return (square - (whitener @ Cx.unsqueeze(-1)).square().sum((-2, -1))) / beta
+def excitation(whitener: Tensor, Cx: Tensor, square: Tensor, p: Tensor) -> Tensor:
+    """``xᵀPx`` of Eq. (18), from ``L⁻¹``, ``Cx``, ``xᵀx`` and 1/β."""
+    whitened = (whitener @ Cx.unsqueeze(-1)).squeeze(-1)
+    explained: Tensor = torch.linalg.vecdot(whitened, whitened)
+    return (square - explained) * p
 
 
 def thin_product(Z: Tensor, gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:

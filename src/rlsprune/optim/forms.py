@@ -8,7 +8,7 @@ of all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,19 @@ Matrices = tuple[Tensor, Tensor | None]
 """What belongs to the weight, ``(G, out, n)``, and to the bias, ``(G, out)``, if there is one."""
 
 
+class Look(NamedTuple):
+    """What a form finds before a step, one value per group."""
+
+    excitation: Tensor
+    """``xᵀPx``."""
+    size: Tensor
+    """``xᵀx`` times about the largest eigenvalue of P: what rounding errors of ``xᵀPx`` are relative to."""
+    definite: Tensor
+    """Whether P is positive definite."""
+    finite: Tensor
+    """Whether the gradients are finite."""
+
+
 class Form(Protocol):
     """P of a layer, ``(G, n, n)``, in one of its forms."""
 
@@ -34,15 +47,8 @@ class Form(Protocol):
     def cost(self) -> int:
         """The size of the matrices that measuring P's health takes."""
 
-    def prepare(self, x: Tensor, gradients: Matrices) -> tuple[Tensor, Tensor, Tensor]:
-        """Eqs. (17), (18) for the mean input ``(G, n)``. Remembers what the other two parts of the step need.
-
-        Returns:
-            Per group: ``xᵀPx``, whether P is positive definite, and whether the gradients are finite.
-        """
-
-    def largest(self) -> Tensor:
-        """About the largest eigenvalue of P, per group: what rounding errors are relative to."""
+    def prepare(self, x: Tensor, gradients: Matrices) -> Look:
+        """Eqs. (17), (18) for the mean input ``(G, n)``. Remembers what the other two parts of the step need."""
 
     def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
         """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, for the gradients that :meth:`prepare` got and s per group."""
@@ -99,14 +105,11 @@ class Whole:
         """See :class:`Form`."""
         return self.P.shape[-1]
 
-    def prepare(self, x: Tensor, gradients: Matrices) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare(self, x: Tensor, gradients: Matrices) -> Look:
         """See :class:`Form`."""
         self._u, self._excitation = functional.gain(self.P, x)
-        return self._excitation, self._excitation >= 0, functional.all_finite(*gradients)
-
-    def largest(self) -> Tensor:
-        """See :class:`Form`."""
-        return self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
+        size = torch.linalg.vecdot(x, x) * self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
+        return Look(self._excitation, size, self._excitation >= 0, functional.all_finite(*gradients))
 
     def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
         """See :class:`Form`."""
@@ -182,25 +185,21 @@ class Factored:
         """See :class:`Form`."""
         return self.C.shape[-2]
 
-    def prepare(self, x: Tensor, gradients: Matrices) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare(self, x: Tensor, gradients: Matrices) -> Look:
         """See :class:`Form`; a gradient that is not finite shows in the thin product."""
-        rows, dtype = self.rows, self.C.dtype
-        self._x, self._square = x, x.to(self.beta.dtype).square().sum(-1)
-        self._Cx = factors.products(self.C[:, :rows], x)
-        whitener, sound = factors.whitening(self.M[:, :rows, :rows])
-        excitation = factors.excitation(whitener, self._Cx, self._square, self.beta)
-        self._Z = whitener.to(dtype) @ self.C[:, :rows]
+        rows, C, M = self.rows, self.C[:, : self.rows], self.M[:, : self.rows, : self.rows]
+        self._x, self._p = x.to(M.dtype), self.beta.reciprocal()
+        self._square, self._Cx = torch.linalg.vecdot(self._x, self._x), factors.products(C, self._x)
+        whitener, sound = factors.whitening(M)
+        excitation = factors.excitation(whitener, self._Cx, self._square, self._p)
+        self._Z = whitener.to(C.dtype) @ C
         self._thin = factors.thin_product(self._Z, *gradients)
         finite = self._thin.sum((1, 2)).isfinite() if rows else functional.all_finite(*gradients)
-        return excitation.to(dtype), sound & (excitation >= 0), finite
-
-    def largest(self) -> Tensor:
-        """See :class:`Form`."""
-        return (1 / self.beta).to(self.C.dtype)
+        return Look(excitation, self._square * self._p, sound & (excitation >= 0), finite)
 
     def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
         """See :class:`Form`."""
-        scale = (scale / self.beta).to(self.C.dtype)
+        scale = (scale * self._p).to(self.C.dtype)
         factors.velocity_step_(*velocities, *gradients, self._Z, self._thin, momentum=momentum, scale=scale)
 
     def update_(self, mean_scale: float, forgetting: float, limit: float, gate: Tensor | None) -> None:
@@ -218,10 +217,10 @@ class Factored:
             self.M.mul_(left[:, None, None]).diagonal(dim1=-2, dim2=-1).add_(1 - left[:, None])
             self.C.mul_(left.sqrt().to(self.C.dtype)[:, None, None])
             Cx = Cx * left.sqrt().unsqueeze(-1)
-        factor = (mean_scale / self.beta).sqrt().unsqueeze(-1)
-        self.C[:, rows] = x * factor.to(x.dtype)
-        self.M[:, rows, :rows] = self.M[:, :rows, rows] = Cx * factor
-        self.M[:, rows, rows] = 1 + square * (mean_scale / self.beta)
+        factor = torch.rsqrt(self.beta / mean_scale)
+        self.C[:, rows] = x * factor.unsqueeze(-1)
+        self.M[:, rows, :rows] = self.M[:, :rows, rows] = Cx * factor.unsqueeze(-1)
+        self.M[:, rows, rows] += square * factor.square()
         self._set_rows(rows + 1)
 
     def _compress(self) -> None:

@@ -86,11 +86,11 @@ class LayerStep:
         mean = joined([layer.mean for layer in layers])
         same = zip(*(layer.parameters for layer in layers), strict=True)
         gradients = _matrices(layers, form, [joined([_gradient(p, mean.dtype) for p in every]) for every in same])
-        excitation, definite, finite = form.prepare(mean, gradients)
-        h = group["forgetting"] + group["mean_scale"] * excitation
+        look = form.prepare(mean, gradients)
+        h = group["forgetting"] + group["mean_scale"] * look.excitation
         # P has shrunk to about 1/(k·xᵀx) in the direction of x, and is rounded to its largest eigenvalue.
-        rounded = group["mean_scale"] * mean.square().sum(-1) * form.largest() * torch.finfo(mean.dtype).eps
-        sound = [mean.sum(-1).isfinite(), finite, definite & h.isfinite(), rounded < MOST_ROUNDED]
+        most = MOST_ROUNDED / (group["mean_scale"] * torch.finfo(mean.dtype).eps)
+        sound = [look.size.isfinite(), look.finite, look.definite, look.size < most]
         names = [
             (layer.place, f"{fault} layer {layer.group['name']!r}")
             for fault in (
@@ -128,13 +128,15 @@ class LayerStep:
         )
         for velocity, old in zip(velocities, before, strict=False):
             velocity.copy_(torch.where(gate, velocity, old))  # type: ignore[arg-type]  # there is a gate
+        trained: list[Tensor] = []
+        moves: list[Tensor] = []
         for same, velocity in zip(parameters, velocities, strict=True):
             if same[0].grad is None:  # frozen: it gathers no speed
                 velocity.zero_()
             else:
-                moves = torch.split(velocity, len(velocity) // len(same))
-                decay = group["lr"] * group["weight_decay"]
-                step_parameters_([local(p) for p in same], list(moves), decay, gate)
+                trained += [local(p) for p in same]
+                moves += [velocity] if len(same) == 1 else torch.split(velocity, velocity.shape[0] // len(same))
+        step_parameters_(trained, moves, group["lr"] * group["weight_decay"], gate)
         self.form.update_(group["mean_scale"], group["forgetting"], group["p0"] * WIND_UP_LIMIT, gate)
 
 
@@ -147,6 +149,6 @@ def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _matrices(layers: list[ReadyLayer], form: Form, tensors: list[Tensor]) -> Matrices:
     """What has the shapes of weight and bias, as ``(groups, out per group, inputs)``, of which out may be 0."""
-    groups, inputs = len(form.like), layers[0].weight.shape[1:].numel()
-    weight = tensors[0].reshape(groups, len(tensors[0]) // groups, inputs)
+    groups, inputs = form.like.shape[0], layers[0].weight.shape[1:].numel()
+    weight = tensors[0].reshape(groups, tensors[0].shape[0] // groups, inputs)
     return weight, tensors[1].view(groups, -1) if len(tensors) > 1 else None

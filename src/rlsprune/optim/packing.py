@@ -22,7 +22,9 @@ def velocity_of(state: State, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     velocity: Tensor | None = state[parameter].get(VELOCITY)
     if velocity is None:
         velocity = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-    state[parameter][VELOCITY] = velocity = velocity.to(device=parameter.device, dtype=dtype).contiguous()
+    if velocity.dtype != dtype or velocity.device != parameter.device or not velocity.is_contiguous():
+        velocity = velocity.to(device=parameter.device, dtype=dtype).contiguous()
+    state[parameter][VELOCITY] = velocity
     return velocity
 
 
