@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.prune.settings import Settings
@@ -108,7 +111,15 @@ class Costs:
         changed = {**gone, group: share}
         return sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
 
-    def _cost(self, name: str, gone: Mapping[str, float]) -> float:
+    def savings(self, gone: Mapping[str, float], group: str, shares: Tensor) -> Tensor:
+        """By one of them losing each of these shares instead."""
+        changed = {**gone, group: shares}
+        saved = torch.zeros_like(shares)
+        for name in self._of_group[group]:
+            saved += self._cost(name, gone) - self._cost(name, changed)
+        return saved
+
+    def _cost(self, name: str, gone: Mapping[str, Any]) -> Any:
         cost, dims = self._cut[name]
         for parts in dims.values():
             cost *= 1 - sum(part * gone.get(group, 0.0) for group, part in parts.items())
