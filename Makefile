@@ -14,7 +14,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo.stamp: $(BIN)/pip pyproject.toml constraints.txt
-	$(PIP_INSTALL) -e ".[experiments]"
+	$(PIP_INSTALL) -e ".[cli]"
 	touch $@
 
 $(VENV)/dev.stamp: $(BIN)/pip pyproject.toml constraints.txt
@@ -38,7 +38,7 @@ test-all: lint
 	$(BIN)/pytest -n auto --cov --cov-report=term
 
 docs: $(BIN)/pip
-	$(PIP_INSTALL) -e ".[docs,experiments,lightning]"
+	$(PIP_INSTALL) -e ".[docs,cli,lightning]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Faults and hostile files in large numbers, and runs that are long.

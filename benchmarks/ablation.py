@@ -1,6 +1,6 @@
 """What each part of `rls` is worth: leaves one out, or puts one in, and looks at images that no run has trained on.
 
-`python benchmarks/ablation.py mnist-fnn --seeds 0,1,2` prints a table: precision on validation images, which are
+`python benchmarks/ablation.py mnist-fnn --seeds 0,1,2` prints a table: accuracy on validation images, which are
 training images of the data set that are left out of the runs. The test images are not looked at. Time is a ratio to the
 first variant's. Finished runs are kept in --out and not made again.
 """
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.app import data
-from rlsprune.app.config.experiment import HELD_OUT_SHARE, RunConfig, make_config
+from rlsprune.app.config.experiment import RunConfig, make_config
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.experiments.jobs import check_settings
 from rlsprune.app.experiments.recipe import make_recipe
 from rlsprune.app.experiments.registry import EXPERIMENTS, experiment
+from rlsprune.app.run.build import hold_out
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 
@@ -36,10 +37,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "rate stays": {"training": {"lr_decay": 0.0}},
     "25 % at a time": {"pruning": {"ratio": 0.25}},
     "60 % at a time": {"pruning": {"ratio": 0.6}},
-    "the same of every layer": {"pruning": {"spread": False}},
-    "where it costs least": {"pruning": {"spread": True}},
+    "the same of every layer": {"pruning": {"allocate": False}},
+    "where it costs least": {"pruning": {"allocate": True}},
     "prunes up to 80 %": {"pruning": {"settle": 0.2}},
-    "gate: training loss": {"pruning": {"gate": "train", "spread": False}},
+    "gate: training loss": {"pruning": {"gate": "train", "allocate": False}},
     "not compensated": {"pruning": {"compensate": False}},
     "training P": {"pruning": {"statistics": "training"}},
     "P by its Schur complement": {"pruning": {"inverse": "schur"}},
@@ -76,7 +77,7 @@ def validation_data(config: RunConfig, count: int) -> Dataset:
     split = loaded.take(images + count).hold_out(count, seed=1)
     assert split.valid is not None
     split = replace(split, test=split.valid, valid=None)
-    return split.hold_out(max(1, round(HELD_OUT_SHARE * images))) if config.gate == "valid" else split
+    return hold_out(config, split)
 
 
 def summary_of(variant: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -108,13 +109,13 @@ def main() -> None:
     head, *others = options.variants
     as_first = config_of(head, options, 0)
     first = None
-    print(f"| {options.experiment} | precision % | loss | weights % | time |\n|---|---:|---:|---:|---:|")
+    print(f"| {options.experiment} | accuracy % | loss | weights % | time |\n|---|---:|---:|---:|---:|")
     for variant in [head, *(other for other in others if config_of(other, options, 0) != as_first)]:
         summaries = [summary_of(variant, options, seed) for seed in map(int, options.seeds.split(","))]
         means = {name: statistics.fmean(s[name] for s in summaries) for name in ("loss", "weights_percent", "seconds")}
         first = first or means["seconds"]
         columns = [
-            ", ".join(f"{summary['precision']:.2f}" for summary in summaries),
+            ", ".join(f"{summary['accuracy']:.2f}" for summary in summaries),
             f"{means['loss']:.4f}",
             f"{means['weights_percent']:.1f}",
             f"{means['seconds'] / first:.2f}",

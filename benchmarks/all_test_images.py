@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--no-verify", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| run | images | precision % | loss | difference to the first |\n|---|---:|---:|---:|---:|")
+    print("| run | images | accuracy % | loss | difference to the first |\n|---|---:|---:|---:|---:|")
     first: Tensor | None = None
     for run in options.runs:
         right, loss = found(RunFolder(run), options.data_dir, not options.no_verify)

@@ -1,4 +1,4 @@
-"""Test precision against wall-clock and against steps on full MNIST, the paper's network and loss, for each optimizer.
+"""Test accuracy against wall-clock and against steps on full MNIST, the paper's network and loss, for each optimizer.
 
 RLS runs at the paper's settings alone; every other optimizer at its default learning rate and over a small grid, of
 which the validation images choose. All get the same number of epochs and the same number of seconds, whichever ends
@@ -37,7 +37,7 @@ class Curve:
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     valid: list[float] = field(default_factory=list)
-    """Precision in % on the held-out training images."""
+    """Accuracy in % on the held-out training images."""
     test: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     """The paper's J on the test images."""
@@ -45,10 +45,10 @@ class Curve:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
-    """Precision in % and loss."""
+    """Accuracy in % and loss."""
     outputs = torch.cat([model(part.float().div_(255)) for part in split.images.split(1000)])
-    precision = (outputs.argmax(1) == split.labels).float().mean().item()
-    return 100 * precision, paper_loss(outputs, split.labels).item()
+    accuracy = (outputs.argmax(1) == split.labels).float().mean().item()
+    return 100 * accuracy, paper_loss(outputs, split.labels).item()
 
 
 def train(contender: Contender, lr: float, data: Dataset, epochs: int, max_seconds: float, seed: int) -> Curve:
@@ -90,10 +90,10 @@ def choose(curves: list[Curve], contender: Contender) -> list[tuple[str, Curve]]
     return [("default", default)] + ([("best", best)] if best is not default else [])
 
 
-def reached(curve: Curve, precision: float) -> str:
-    """Seconds and steps until the test precision was first seen."""
+def reached(curve: Curve, accuracy: float) -> str:
+    """Seconds and steps until the test accuracy was first seen."""
     for test, seconds, step in zip(curve.test, curve.seconds, curve.steps, strict=True):
-        if test >= precision:
+        if test >= accuracy:
             return f"{seconds:.1f} s, {step}"
     return "–"
 
@@ -101,7 +101,7 @@ def reached(curve: Curve, precision: float) -> str:
 def table(chosen: list[tuple[str, Curve]]) -> str:
     """Markdown, one line per run."""
     lines = [
-        "| optimizer | lr | steps | seconds | test precision | test loss | to 97 % (s, steps) | to 98 % (s, steps) |",
+        "| optimizer | lr | steps | seconds | test accuracy | test loss | to 97 % (s, steps) | to 98 % (s, steps) |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for kind, c in chosen:
@@ -125,7 +125,7 @@ def plot(chosen: list[tuple[str, Curve]], path: Path) -> None:
         style = {"label": f"{curve.name}, lr {curve.lr:g}", "linewidth": 2.2 if curve.name == "RLS" else 1.1}
         panels[0].plot(curve.seconds[1:], curve.test[1:], **style)
         panels[1].plot(curve.steps[1:], curve.test[1:], **style)
-    panels[0].set(xscale="log", xlabel="training time, s", ylabel="test precision, %", ylim=(88, 99))
+    panels[0].set(xscale="log", xlabel="training time, s", ylabel="test accuracy, %", ylim=(88, 99))
     panels[1].set(xscale="log", xlabel="steps of 128 images")
     panels[1].legend(fontsize=7, loc="lower right")
     for panel in panels:

@@ -1,4 +1,4 @@
-"""What is left of a run's network in 8-bit integers: size of the file and test precision in ONNX Runtime.
+"""What is left of a run's network in 8-bit integers: size of the file and test accuracy in ONNX Runtime.
 
 Activations are scaled by their range on a few training batches.
 
@@ -25,7 +25,7 @@ from rlsprune.app.run.folder import RunFolder
 CALIBRATION = 8  # batches of the training split
 
 
-def precision(path: Path, batches: Batches) -> float:
+def accuracy(path: Path, batches: Batches) -> float:
     """Percentage of the images whose class the file finds."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
@@ -45,14 +45,14 @@ def main() -> None:
     recipe = make_recipe(config, data)
     training = recipe.training_batches(data.train, torch.Generator().manual_seed(0), len(data.train))
     networks = {"unpruned": recipe.build_model(), "pruned": rlsprune.load(folder.model, into=recipe.build_model())}
-    print("| network | file | test precision |\n|---|---:|---:|")
+    print("| network | file | test accuracy |\n|---|---:|---:|")
     with tempfile.TemporaryDirectory() as temporary:
         for name, model in networks.items():
             exact, small = Path(temporary) / f"{name}.onnx", Path(temporary) / f"{name}-int8.onnx"
             rlsprune.export_onnx(model, recipe.example(2), exact)
             rlsprune.quantize_onnx(exact, small, itertools.islice(training, CALIBRATION))
             for kind, path in (("float32", exact), ("int8", small)):
-                test = precision(path, recipe.evaluation_batches(data.test)) if name == "pruned" else None
+                test = accuracy(path, recipe.evaluation_batches(data.test)) if name == "pruned" else None
                 shown = "-" if test is None else f"{test:.2f} %"
                 print(f"| {name}, {kind} | {path.stat().st_size / 1000:.0f} kB | {shown} |")
 

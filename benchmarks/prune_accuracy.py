@@ -1,4 +1,4 @@
-"""Test precision right after one prune event, without any training after it, next to torch-pruning's importances.
+"""Test accuracy right after one prune event, without any training after it, next to torch-pruning's importances.
 
 Every method gets the same trained network and removes the same number of channels of every layer, but for criterion
 ``rls``, whose intersection lets fewer go: the share of parameters left is printed with each. What needs data (our exact
@@ -88,7 +88,7 @@ class Trained:
         return model, optimizer
 
     @torch.no_grad()
-    def precision(self, model: nn.Module) -> float:
+    def accuracy(self, model: nn.Module) -> float:
         """In %."""
         model.eval()
         hits = [(model(images).argmax(1) == labels).float() for images, labels in self.test]
@@ -195,9 +195,9 @@ def shares_gone(before: nn.Module, after: nn.Module) -> dict[str, float]:
 
 
 def compare(title: str, trained: Trained, args: argparse.Namespace) -> None:
-    """Prints precision after the event, for each method and ratio."""
+    """Prints accuracy after the event, for each method and ratio."""
     whole = sum(p.numel() for p in trained.model.parameters())
-    print(f"\n{title}: {trained.precision(trained.model):.2f} %")
+    print(f"\n{title}: {trained.accuracy(trained.model):.2f} %")
     print(f"| {'method':<27} | " + " | ".join(f"{ratio:.0%} of every layer" for ratio in args.ratios) + " |")
     print("|---|" + "---:|" * len(args.ratios))
     ratios: dict[float, dict[str, float]] = {}
@@ -214,7 +214,7 @@ def compare(title: str, trained: Trained, args: argparse.Namespace) -> None:
                 # So that ours removes exactly as many: torch-pruning rounds what stays down.
                 ratios[ratio] = shares_gone(trained.model, model)
             left = sum(p.numel() for p in model.parameters()) / whole
-            cells.append(f"{trained.precision(model):.2f} ({left:.0%} left)")
+            cells.append(f"{trained.accuracy(model):.2f} ({left:.0%} left)")
         print(f"| {name:<27} | " + " | ".join(cells) + " |", flush=True)
 
 

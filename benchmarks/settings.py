@@ -1,6 +1,6 @@
 """Learning rates for cross-entropy, batch norm and pretrained weights, on the embedded digits.
 
-`python benchmarks/settings.py` prints the tables of docs/settings.md: test precision in % after a few epochs on 2,000
+`python benchmarks/settings.py` prints the tables of docs/settings.md: test accuracy in % after a few epochs on 2,000
 of the digits, one seed, one thread.
 """
 
@@ -70,14 +70,14 @@ class Digits:
         """Shuffled."""
         return Batches(self.train.images, self.train.labels, 64, seed=0)
 
-    def precision(self, model: nn.Module) -> float:
+    def accuracy(self, model: nn.Module) -> float:
         """On the test digits."""
         split = Batches(self.test.images, self.test.labels, 500, shuffle=False)
         return evaluate(model, split, cross_entropy).accuracy
 
 
 def trained(digits: Digits, build: Callable[[], nn.Module], make: Callable[[nn.Module], Optimizer], loss: Loss) -> str:
-    """The precision after five epochs, or that it diverged."""
+    """The accuracy after five epochs, or that it diverged."""
     torch.manual_seed(0)
     model = build()
     optimizer, batches = make(model), digits.batches()
@@ -87,7 +87,7 @@ def trained(digits: Digits, build: Callable[[], nn.Module], make: Callable[[nn.M
                 return "diverges"
     except FloatingPointError:
         return "diverges"
-    return f"{digits.precision(model):.1f}"
+    return f"{digits.accuracy(model):.1f}"
 
 
 def from_scratch(digits: Digits) -> None:
@@ -112,7 +112,7 @@ def pretrained(digits: Digits) -> None:
     optimizer, batches = AdamW(source.parameters(), lr=1e-3), digits.batches()
     for _ in range(8):
         digits.train_epoch(batches, source, optimizer, cross_entropy)
-    print(f"\nPretrained: {digits.precision(source):.1f} %\n\n| optimizer | after 1 epoch | after 12 | parameters |")
+    print(f"\nPretrained: {digits.accuracy(source):.1f} %\n\n| optimizer | after 1 epoch | after 12 | parameters |")
     print("|---|---:|---:|---:|")
     makers: dict[str, Callable[[nn.Module], Optimizer]] = {
         f"RLS {rate:g}": lambda model, rate=rate: rlsprune.RLS(model, lr=rate, fallback_lr=min(0.1, rate))
@@ -152,8 +152,8 @@ def knobs(digits: Digits) -> None:
         for warmup in (0, 1, 4):
             torch.manual_seed(0)
             model = mlp()
-            _, precision, left = pruned(digits, model, rlsprune.RLS(model, lr=0.3), ratio, warmup, {"params": 0.05})
-            cells.append(f"{precision} at {left}")
+            _, accuracy, left = pruned(digits, model, rlsprune.RLS(model, lr=0.3), ratio, warmup, {"params": 0.05})
+            cells.append(f"{accuracy} at {left}")
         print(f"| {ratio:g} | {' | '.join(cells)} |", flush=True)
 
 
@@ -165,7 +165,7 @@ def pruned(
     warmup_epochs: int = 1,
     target: dict[str, float] | None = None,
 ) -> list[str]:
-    """Precision after one epoch and at the end, and the share of the parameters that is left."""
+    """Accuracy after one epoch and at the end, and the share of the parameters that is left."""
     example: Tensor = digits.test.images[:1] / 255
     before = sum(p.numel() for p in model.parameters())
     pruner = rlsprune.Pruner(
@@ -182,7 +182,7 @@ def pruned(
     try:
         for epoch in range(12):
             loss = digits.train_epoch(batches, model, optimizer, cross_entropy)
-            first = first or f"{digits.precision(model):.1f}"
+            first = first or f"{digits.accuracy(model):.1f}"
             if epoch >= 9:
                 pruner.stop()  # the last epochs are for recovery
             pruner.step(loss)
@@ -190,7 +190,7 @@ def pruned(
     except (FloatingPointError, ValueError):
         return [first or "diverges", "diverges", ""]
     share = 100 * sum(p.numel() for p in model.parameters()) / before
-    return [first, f"{digits.precision(model):.1f}", f"{share:.0f} %"]
+    return [first, f"{digits.accuracy(model):.1f}", f"{share:.0f} %"]
 
 
 TABLES: dict[str, Callable[[Digits], None]] = {"scratch": from_scratch, "pretrained": pretrained, "knobs": knobs}

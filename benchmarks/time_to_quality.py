@@ -1,6 +1,6 @@
-"""How long each method takes to a network with the paper's share of the weights and its precision, on MNIST.
+"""How long each method takes to a network with the paper's share of the weights and its accuracy, on MNIST.
 
-`python benchmarks/time_to_quality.py --data-dir DATA` trains with every method until the test precision is 98.5 % with
+`python benchmarks/time_to_quality.py --data-dir DATA` trains with every method until the test accuracy is 98.5 % with
 at most 16.4 % of the weights (Table 1 of the paper), and prints the time as a ratio to that of the unpruned network
 trained by momentum SGD for its whole schedule. Each method is given schedules of several lengths, shortest first, and
 the first one that gets there counts; what the others took does not. `rls` stops at that share of the weights, and the
@@ -45,7 +45,7 @@ class Result:
     seconds: float
     epoch: int | None
     """In which the aim was reached; None if never."""
-    precision: float
+    accuracy: float
     weights: float
 
 
@@ -68,12 +68,12 @@ class Aim:
 
     weights: float
     """At most, in %."""
-    precision: float
+    accuracy: float
     """At least, in %."""
 
     def reached(self, metrics: Mapping[str, Any]) -> bool:
         """Whether it was in an epoch; a share of nodes cannot hit one of weights exactly."""
-        return bool(metrics["precision"] >= self.accuracy and metrics["weights_percent"] <= self.weights + 0.2)
+        return bool(metrics["accuracy"] >= self.accuracy and metrics["weights_percent"] <= self.weights + 0.2)
 
     def settings(self, method: str) -> dict[str, float]:
         """With which a method leaves just so many weights; there are none for the paper's own."""
@@ -106,7 +106,7 @@ def train(config: RunConfig, aim: Aim | None, path: Path) -> Result:
             reached = run.done
     seconds = time.process_time() - start - run.untimed
     run.folder.save_model(run.result, {})
-    return Result(seconds, reached, last["precision"], last["weights_percent"])
+    return Result(seconds, reached, last["accuracy"], last["weights_percent"])
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     shared = {"seed": options.seed, "data_dir": options.data_dir, "threads": 1}
     config = make_config("mnist-fnn", "none", optimizer="sgd", epochs=options.reference_epochs, **shared)
     unpruned, aim = train(config, None, folder / "unpruned"), Aim(options.weights, options.accuracy)
-    print("| method | epochs | reached after | precision % | weights % | time |\n|---|---:|---:|---:|---:|---:|")
+    print("| method | epochs | reached after | accuracy % | weights % | time |\n|---|---:|---:|---:|---:|---:|")
     print(f"| unpruned, SGD | {config.epochs} | - | {unpruned.accuracy:.2f} | 100 | 1 |", flush=True)
     got_there: set[str] = set()
     for method in options.methods.split(","):
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--epochs", default=",".join(map(str, EPOCHS)), help="the schedules, shortest first")
     parser.add_argument("--reference-epochs", type=int, default=20, help="of the unpruned network")
     parser.add_argument("--weights", type=float, default=16.4, help="at most so many %% of them")
-    parser.add_argument("--precision", type=float, default=98.5, help="at least so many %%")
+    parser.add_argument("--accuracy", type=float, default=98.5, help="at least so many %%")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir")
     options = parser.parse_args()

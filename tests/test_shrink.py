@@ -38,7 +38,7 @@ def trained() -> nn.Module:
     return train(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)))
 
 
-def precision(model: nn.Module) -> float:
+def accuracy(model: nn.Module) -> float:
     return evaluate(model, batches(1), nn.functional.cross_entropy).accuracy
 
 
@@ -50,13 +50,13 @@ def test_target_is_reached_and_the_front_goes_down_to_it(trained: nn.Module) -> 
     assert shrunk.model is trained
     assert shrunk.chosen is shrunk.front[-1]
     assert sum(parameter.numel() for parameter in trained.parameters()) == sizes[-1]
-    assert precision(trained) == shrunk.chosen.score > 85
+    assert accuracy(trained) == shrunk.chosen.score > 85
     assert not trained.training
     assert str(shrunk).splitlines()[-1].endswith("this one")
 
 
 def test_drop_is_kept_and_the_smallest_within_it_comes_back(trained: nn.Module) -> None:
-    before = precision(trained)
+    before = accuracy(trained)
     seen: list[FrontPoint] = []
     shrunk = rlsprune.shrink(
         trained,
@@ -71,12 +71,12 @@ def test_drop_is_kept_and_the_smallest_within_it_comes_back(trained: nn.Module) 
     assert shrunk.front[0].score == before
     assert shrunk.front[-1].score < before - 2.0, "it went on until it was too much"
     assert shrunk.chosen is shrunk.front[-2]
-    assert precision(trained) == shrunk.chosen.score >= before - 2.0
+    assert accuracy(trained) == shrunk.chosen.score >= before - 2.0
     assert shrunk.chosen.params < shrunk.front[0].params
 
 
-@pytest.mark.parametrize("spread", [True, False])
-def test_a_round_takes_from_the_layers_that_can_spare_it(spread: bool) -> None:
+@pytest.mark.parametrize("allocate", [True, False])
+def test_a_round_takes_from_the_layers_that_can_spare_it(allocate: bool) -> None:
     # The second hidden layer has sixteen units, each four times.
     torch.manual_seed(0)
     model = train(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 2)))
@@ -86,9 +86,9 @@ def test_a_round_takes_from_the_layers_that_can_spare_it(spread: bool) -> None:
             copied.weight.copy_(layer.weight.repeat_interleave(4, dim) / (4 if dim else 1))
             copied.bias.copy_(layer.bias if dim else layer.bias.repeat_interleave(4))
     model[2], model[4] = wide
-    options = {"ratio": 0.25, "recovery_epochs": 0, "target": {"params": 0.7}, "spread": spread}
+    options = {"ratio": 0.25, "recovery_epochs": 0, "target": {"params": 0.7}, "allocate": allocate}
     shrunk = rlsprune.shrink(model, batches(0), valid=batches(1), **options)  # type: ignore[arg-type]
-    assert (model[0].out_features > 1.5 * model[2].out_features) == spread
+    assert (model[0].out_features > 1.5 * model[2].out_features) == allocate
     assert shrunk.chosen.params <= 0.7 * shrunk.front[0].params
 
 
@@ -147,7 +147,7 @@ def test_a_loss_that_is_no_number_cannot_tell_where_to_cut(trained: nn.Module) -
     def ignoring(outputs: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, torch.full_like(labels, -100))
 
-    with pytest.raises(ValueError, match=r"the given network is nan.* spread=False"):
+    with pytest.raises(ValueError, match=r"the given network is nan.* allocate=False"):
         rlsprune.shrink(trained, batches(0), target={"params": 0.5}, valid=batches(1), loss=ignoring)
 
 
@@ -168,14 +168,14 @@ def test_nothing_is_left_on_the_network(trained: nn.Module) -> None:
 
 
 def test_recovery_that_diverges_gives_the_last_good_network_back(trained: nn.Module) -> None:
-    before, weights = precision(trained), [parameter.clone() for parameter in trained.parameters()]
+    before, weights = accuracy(trained), [parameter.clone() for parameter in trained.parameters()]
 
     def explosive(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e30)
 
     with pytest.raises(FloatingPointError, match="epoch 1, batch 2: the loss is nan"):
         rlsprune.shrink(trained, batches(0), max_drop=1.0, valid=batches(1), optimizer=explosive)
-    assert precision(trained) == before
+    assert accuracy(trained) == before
     assert all(torch.equal(kept, now) for kept, now in zip(weights, trained.parameters(), strict=True))
 
 
@@ -206,7 +206,7 @@ def test_no_batch_and_no_held_out_batches_are_said(trained: nn.Module) -> None:
     with pytest.raises(ValueError, match="data has no batch"):
         rlsprune.shrink(trained, [], target={"params": 0.5}, valid=batches(1))
     with pytest.raises(ValueError, match="valid has no batch"):
-        rlsprune.shrink(trained, batches(0), target={"params": 0.5}, valid=[], spread=False)
+        rlsprune.shrink(trained, batches(0), target={"params": 0.5}, valid=[], allocate=False)
     with pytest.warns(UserWarning, match="held-out"):
         rlsprune.shrink(trained, batches(0, 2), target={"params": 0.9}, recovery_epochs=0)
 
@@ -226,7 +226,7 @@ def test_progress_is_told_batch_by_batch(trained: nn.Module) -> None:
         target={"params": 0.5},
         valid=batches(1),
         recovery_epochs=2,
-        spread=False,
+        allocate=False,
         on_progress=lambda *stage: told.append(stage),
     )
     assert told[:2] == [("scoring", 0, None), ("round 1, pruning", 0, None)]

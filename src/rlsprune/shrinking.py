@@ -96,7 +96,7 @@ def shrink(
     criterion: str = "obs",
     ignore: Iterable[str] = (),
     round_to: int = 1,
-    spread: bool = True,
+    allocate: bool = True,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
     on_progress: Progress | None = None,
 ) -> Shrunk:
@@ -117,12 +117,12 @@ def shrink(
         loss: From outputs and labels.
         score: None for the percentage of inputs whose class is found.
         optimizer: Makes the one that recovers; None for ``RLS(model, lr=0.1)``.
-        ratio: The share of a layer's channels that goes in a round; with ``spread`` that of all of them, more or less.
+        ratio: The share of a layer's channels that goes in a round; with ``allocate`` of all of them, more or less.
         recovery_epochs: At most, after each round.
         criterion: As of `rlsprune.Pruner`.
         ignore: Names of layers that keep all their channels.
         round_to: Layers keep a multiple of this many channels.
-        spread: Whether a round takes more from the layers where it costs the loss less, on a sample of the batches
+        allocate: Whether a round takes more from the layers where it costs the loss less, on a sample of the batches
             that are scored, and as much in all; if not, it takes ``ratio`` of every layer.
         on_point: Called with each point and the network as it is there.
         on_progress: Called with what is being done, as in ``("round 2, recovery epoch 1 of 2", 57, 469)`` after 57 of
@@ -154,7 +154,7 @@ def shrink(
             raise ValueError(
                 f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
             )
-    if valid is None and (score is None or spread):
+    if valid is None and (score is None or allocate):
         warnings.warn("shrink measures on the training batches: give valid= held-out ones", stacklevel=2)
     device = next(model.parameters()).device
     batches = OnDevice(data, device, "data")
@@ -167,7 +167,7 @@ def shrink(
         return measure(network)
 
     example = batches.example
-    held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if spread else None
+    held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if allocate else None
     was_training = model.training
     recovery = RLS(model, lr=0.1) if optimizer is None else optimizer(model)
     with contextlib.ExitStack() as stack:
@@ -234,7 +234,7 @@ def _held_out_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> Ca
     if not math.isfinite(first):
         raise ValueError(
             f"the loss of the given network is {first} on a sample of the batches that are scored, so it cannot tell "
-            "which layers to cut: check loss and labels, or give spread=False"
+            "which layers to cut: check loss and labels, or give allocate=False"
         )
     return mean
 

@@ -208,19 +208,22 @@ def read_lines(path: Path) -> object:
     return RunFolder(path.parent).read_lines("metrics")
 
 
+LAYER = {"name": "a", "channels": 1, "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}
 RUN: dict[str, Any] = {
     "config": {"experiment": "digits", "method": "rls", "seed": 0, "epochs": 2, "pruning": {"ratio": 0.25}},
     "environment": {"torch": "2.6", "cores": 2},
     "metrics": [
-        {"epoch": 1, "seconds": 1.5, "precision": 90.0, "train_loss": 0.5, "weights_percent": 100.0, "layers": []},
+        {"epoch": 1, "seconds": 1.5, "accuracy": 90.0, "train_loss": 0.5, "weights_percent": 100.0, "layers": []},
         {
             "epoch": 2,
             "seconds": 1.5,
-            "precision": 91.0,
+            "accuracy": 91.0,
             "gate_level": 0.4,
             "weights_percent": 50.0,
             "flops_percent": 40.0,
-            "layers": [{"name": "a", "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}],
+            "layers": [
+                {"name": "a", "channels": 1, "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}
+            ],
         },
     ],
     "events": [
@@ -228,18 +231,20 @@ RUN: dict[str, Any] = {
             "epoch": 1,
             "kind": "prune",
             "loss": 0.5,
-            "precision_before": 90.0,
-            "precision_after": 80.0,
+            "accuracy_before": 90.0,
+            "accuracy_after": 80.0,
             "layers": [{"name": "a", "before": 4, "after": 2}],
         }
     ],
     "summary": {
-        "precision": 91.0,
+        "accuracy": 91.0,
         "loss": 0.4,
         "latency_ms": 1.0,
         "latency_unpruned_ms": 2.0,
         "latency_batch": 1,
-        "layers": [{"name": "a", "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}],
+        "layers": [
+            {"name": "a", "channels": 1, "nodes": 2, "weights": 6, "nodes_percent": 50.0, "weights_percent": 50.0}
+        ],
         "input_shape": [1, 2, 3],
         "kept_inputs": [0, 2, 5],
         "mean_input": "AAECAwQF",
@@ -310,7 +315,7 @@ def make_targets(tmp: Path) -> dict[str, Target]:
     np.savez_compressed(arrays, x_train=features, y_train=names, x_test=features, y_test=names)
     config = make_config("digits-fnn").to_dict()
     fit_config = make_fit_config("net:build", "data.npz").to_dict()
-    lines = "".join(json.dumps({"epoch": epoch, "precision": 98.5}) + "\n" for epoch in range(5)).encode()
+    lines = "".join(json.dumps({"epoch": epoch, "accuracy": 98.5}) + "\n" for epoch in range(5)).encode()
 
     configs = (FileError, ValueError)
     return {

@@ -136,10 +136,10 @@ def test_training_hooks_do_not_run_and_the_selector_does() -> None:
     assert len(layer._forward_hooks) == 1
 
 
-def test_latency_has_a_spread_even_when_time_is_short() -> None:
-    median, spread = latency(fnn(), torch.randn(4, 20), min_seconds=1e-6)
+def test_latency_has_an_iqr_even_when_time_is_short() -> None:
+    median, iqr = latency(fnn(), torch.randn(4, 20), min_seconds=1e-6)
     assert median > 0
-    assert spread >= 0
+    assert iqr >= 0
 
 
 def costs(params: int = 10, before: Profile | None = None) -> Profile:

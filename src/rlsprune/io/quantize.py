@@ -21,7 +21,7 @@ __all__ = ["quantize_onnx"]
 def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], batches: Iterable[Any]) -> None:
     """Writes an ONNX file with 8-bit weights and activations. Needs the extra `rlsprune[onnx]`.
 
-    Weights are scaled channel by channel, activations by the range they have on the given batches. Precision has to be
+    Weights are scaled channel by channel, activations by the range they have on the given batches. Accuracy has to be
     measured afterwards: it changes, mostly by little.
 
     Args:

@@ -50,7 +50,7 @@ class Profile:
     latency_ms: float
     """The median time."""
     latency_iqr_ms: float
-    """The spread of the times: the distance of their quartiles."""
+    """The interquartile range of the times."""
     peak_bytes: int
     """Parameters, buffers and the most that results of operations took at one time. On CUDA as its allocator reports;
     elsewhere from the tensors alive, without what a kernel takes and frees within itself. Inputs are not counted."""
@@ -135,13 +135,13 @@ def profile(
     if before is not None and not isinstance(before, Profile):
         raise TypeError(f"before is a {type(before).__name__}: give the Profile of the earlier model")
     params, flops = count(model, example_inputs)
-    median, spread = latency(model, example_inputs, min_seconds=min_seconds)
+    median, iqr = latency(model, example_inputs, min_seconds=min_seconds)
     return Profile(
         params=params,
         weights=weight_count(model),
         flops=flops,
         latency_ms=median,
-        latency_iqr_ms=spread,
+        latency_iqr_ms=iqr,
         peak_bytes=_peak_bytes(model, example_inputs),
         before=before,
     )

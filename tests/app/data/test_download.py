@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlsprune.app.data import DataError, catalog, download, get
-from rlsprune.app.data.catalog import Entry, LocalFile, RemoteFile
+from rlsprune.app.data.catalog import CatalogEntry, LocalFile, RemoteFile
 from rlsprune.app.data.download import fetch
 
 CONTENT = bytes(range(256)) * 4000  # a little over a megabyte: several pieces
@@ -299,7 +299,7 @@ def test_get_puts_a_data_set_where_it_is_found(
     tmp_path: Path, remote: Callable[..., RemoteFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = {"all": LocalFile(("file.bin",), (MD5,))}
-    entry = Entry("toy", "A toy", ("a",), ("toy-folder",), (layout,), (remote("good"),))
+    entry = CatalogEntry("toy", "A toy", ("a",), ("toy-folder",), (layout,), (remote("good"),))
     monkeypatch.setattr(catalog, "ENTRIES", {"toy": entry})
     for data_dir, root in ((tmp_path / "here", tmp_path / "here"), (None, tmp_path / "cache" / "rlsprune")):
         paths = get("toy", data_dir)

@@ -8,10 +8,11 @@ import torch
 
 from rlsprune.app.config.experiment import PAPER, RunConfig, make_config
 from rlsprune.app.config.settings import TrainingSettings
-from rlsprune.app.experiments.methods import build_method, build_model, build_optimizer
+from rlsprune.app.experiments.methods import build_method, build_model, learning_rate
 from rlsprune.app.experiments.paper import TABLES
 from rlsprune.app.experiments.queue import COMPARED, comparison, sweep, twin_of
 from rlsprune.app.experiments.registry import BASELINES, EXPERIMENTS, METHODS, experiment
+from rlsprune.app.run.build import build_optimizer
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -106,7 +107,7 @@ def test_rivals_alone_get_the_rivals_ratio(tmp_path: Path) -> None:
 def test_a_rival_removes_what_it_is_told_to(method: str) -> None:
     config = make_config("digits-fnn", method, rival_ratio=0.45)
     model = build_model(config)
-    assert build_method(config, model, build_optimizer(config, model), torch.rand(1, 784)).ratio == 0.45  # type: ignore[attr-defined]
+    assert build_method(config, model, build_optimizer(config, model, 0.1), torch.rand(1, 784)).ratio == 0.45  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("option", "method"), [("ratio", "l1-norm"), ("rival_ratio", "rls"), ("target", "rls-paper")])
@@ -186,23 +187,23 @@ def test_tolerance_is_ours_unless_another_is_asked_for(tmp_path: Path) -> None:
         make_config("mnist-fnn", "l1-norm", tolerance=0.1)
 
 
-def test_events_are_spread_on_the_vggs_unless_there_is_nothing_to_measure_by(tmp_path: Path) -> None:
-    def spread(name: str, **options: Any) -> bool:
+def test_events_are_allocated_on_the_vggs_unless_there_is_nothing_to_measure_by(tmp_path: Path) -> None:
+    def allocates(name: str, **options: Any) -> bool:
         config = make_config(name, **options)
         assert config.pruning is not None
-        return config.pruning.spread
+        return config.pruning.allocate
 
-    assert spread("cifar10-vgg")
-    assert not spread("cifar10-vgg", spread=False)
-    assert not spread("cifar10-vgg", gate="train")
-    assert spread("mnist-fnn", spread=True)
-    assert not spread("mnist-fnn")
-    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --spread"):
-        make_config("cifar10-vgg", spread=True, gate="train")
-    with pytest.raises(ValueError, match="--spread is for rls: rls-paper"):
-        make_config("cifar10-vgg", "rls-paper", spread=True)
-    runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path, spread=True)}
-    assert runs["rls"].pruning == replace(experiment("mnist-fnn").pruning, spread=True)
+    assert allocates("cifar10-vgg")
+    assert not allocates("cifar10-vgg", allocate=False)
+    assert not allocates("cifar10-vgg", gate="train")
+    assert allocates("mnist-fnn", allocate=True)
+    assert not allocates("mnist-fnn")
+    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --allocate"):
+        make_config("cifar10-vgg", allocate=True, gate="train")
+    with pytest.raises(ValueError, match="--allocate is for rls: rls-paper"):
+        make_config("cifar10-vgg", "rls-paper", allocate=True)
+    runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path, allocate=True)}
+    assert runs["rls"].pruning == replace(experiment("mnist-fnn").pruning, allocate=True)
     assert runs["rls-paper"].pruning == PAPER
 
 
@@ -222,7 +223,7 @@ def test_ours_prunes_earlier_on_mnist_and_keeps_its_steps_large(tmp_path: Path) 
     assert {label for label, length in lengths.items() if length == (28, 1)} == {"rls", "scratch"}
     assert {length for label, length in lengths.items() if label not in ("rls", "scratch")} == {(20, 3)}
     scales = {
-        label: build_optimizer(config, build_model(config)).param_groups[0]["mean_scale"]
+        label: build_optimizer(config, build_model(config), learning_rate(config)).param_groups[0]["mean_scale"]
         for label, config in runs.items()
         if config.optimizer == "rls"
     }

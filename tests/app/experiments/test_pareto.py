@@ -18,7 +18,7 @@ from rlsprune.model.cost import parameter_count
 from rlsprune.training.loop import Evaluation, evaluate
 
 CONFIG = make_config("digits-fnn", "none", optimizer="sgd", epochs=4, train_images=600, test_images=100, threads=1)
-SETTINGS = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, spread=False)
+SETTINGS = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, allocate=False)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def small_network(out: Path) -> tuple[int, float]:
-    """Parameters and test precision of what was written."""
+    """Parameters and test accuracy of what was written."""
     data = load_data(CONFIG)
     recipe = make_recipe(CONFIG, data)
     network = modelfile.load(out / "model.safetensors", into=recipe.build_model())
@@ -39,7 +39,7 @@ def small_network(out: Path) -> tuple[int, float]:
 
 def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "pareto"
-    options = ["--target", "0.3", "--ratio", "0.4", "--recovery-epochs", "1", "--no-spread", "--out", str(out)]
+    options = ["--target", "0.3", "--ratio", "0.4", "--recovery-epochs", "1", "--no-allocate", "--out", str(out)]
     assert main(["pareto", str(tmp_path / "none"), *options]) == 2
     assert "holds no finished run" in capsys.readouterr().err
 
@@ -47,11 +47,11 @@ def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pyte
     assert "Chosen:" in capsys.readouterr().out
     result = json.loads((out / "pareto.json").read_text())
     front = result["front"]
-    assert result["settings"]["spread"] is False
+    assert result["settings"]["allocate"] is False
     assert front[-1]["params"] <= 0.3 * front[0]["params"]
-    assert front[0]["precision"] == source.read_json("summary")["final_precision"]
+    assert front[0]["accuracy"] == source.read_json("summary")["final_accuracy"]
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    assert small_network(out) == (front[-1]["params"], front[-1]["precision"])
+    assert small_network(out) == (front[-1]["params"], front[-1]["accuracy"])
 
     assert main(["pareto", str(source.path), *options]) == 2
     assert "holds a front already" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_what_there_is_is_kept_when_it_is_stopped(source: RunFolder, tmp_path: P
     result = json.loads((tmp_path / "pareto.json").read_text())
     assert (result["finished"], result["chosen"], len(result["front"])) == (False, 2, 3)
     last = result["front"][2]
-    assert small_network(tmp_path) == (last["params"], last["precision"])
+    assert small_network(tmp_path) == (last["params"], last["accuracy"])
     assert {"scoring", "round 1, pruning", "round 2, recovery epoch 1 of 1"} < set(rounds)
 
 

@@ -22,7 +22,7 @@ def test_a_sweep_on_ray_is_the_sweep_of_this_machine(tmp_path: Path) -> None:
         assert (folder / "sweep.png").exists()
     for name in ("rls-20-seed0", "rls-40-seed0"):
         mine, theirs = (json.loads((folder / name / "summary.json").read_text()) for folder in (here, there))
-        assert mine["precision"] == theirs["precision"]
+        assert mine["accuracy"] == theirs["accuracy"]
         assert mine["weights_percent"] == theirs["weights_percent"]
 
 

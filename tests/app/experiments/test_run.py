@@ -25,7 +25,7 @@ METRICS = {
     "epoch",
     "train_loss",
     "test_loss",
-    "precision",
+    "accuracy",
     "nodes_percent",
     "weights_percent",
     "flops_percent",
@@ -53,7 +53,7 @@ def test_method_runs_from_the_command_line(tmp_path: Path, method: str, capsys: 
     assert all(set(line) >= METRICS for line in metrics)
     assert (out / "environment.json").is_file()
     assert (out / "config.json").is_file()
-    assert summary["precision"] == metrics[-1]["precision"]
+    assert summary["accuracy"] == metrics[-1]["accuracy"]
     if method in DETERMINED:
         shares = (summary["nodes_percent"], summary["weights_percent"])
         assert shares == pytest.approx(DETERMINED[method], abs=0.05)
@@ -77,7 +77,7 @@ def _check_model(folder: RunFolder, summary: dict[str, Any], last: dict[str, Any
     assert [layer["weights"] for layer in summary["layers"]] == [count.weights for count in counts.values()]
     test = load_data(make_config("digits-fnn", train_images=300, test_images=100)).test
     result = evaluate(model, [(test.images.flatten(1) / 255, test.labels)], mean_squared_error)
-    assert result.accuracy == last["precision"]
+    assert result.accuracy == last["accuracy"]
     assert result.loss == pytest.approx(last["test_loss"], rel=1e-4)
 
 
@@ -116,15 +116,15 @@ def test_target_is_an_option(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).read_json("summary")["weights_percent"] == pytest.approx(60, abs=2)
 
 
-def test_a_run_can_spread_its_events(tmp_path: Path) -> None:
+def test_a_run_can_allocate_its_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    command = ["run", "--spread", "--target", "0.3", "--epochs", "6", "--warmup-epochs", "0", "--train-images", "600"]
+    command = ["run", "--allocate", "--target", "0.3", "--epochs", "6", "--warmup-epochs", "0", "--train-images", "600"]
     assert main([*command, "--threads", "1", "--tolerance", "9", "--quiet", "--out", str(tmp_path)]) == 0
     summary = folder.read_json("summary")
     assert summary["missed_target"] is None
     assert summary["weights_percent"] == pytest.approx(30, abs=2)
     shares = {layer["name"]: layer["nodes_percent"] for layer in summary["layers"]}
-    assert abs(shares["fc1"] - shares["fc2"]) > 5, "the same of both, as without --spread"
+    assert abs(shares["fc1"] - shares["fc2"]) > 5, "the same of both, as without --allocate"
 
 
 def test_scratch_forgets_the_batch_norms_too(tmp_path: Path) -> None:

@@ -90,12 +90,12 @@ def test_pruning_ends_at_the_target(tmp_path: Path, tiny: dict[str, Any]) -> Non
     assert summary["weights_percent"] == pytest.approx(50, abs=2)
 
 
-def test_events_are_spread_by_images_of_every_class(
+def test_events_are_allocated_by_images_of_every_class(
     tmp_path: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder of images lists them class by class: the first ones would be of a few classes only."""
     monkeypatch.setattr("rlsprune.app.run.execute._WEIGHED", 20)
-    config = make_config("digits-fnn", spread=True, **tiny)
+    config = make_config("digits-fnn", allocate=True, **tiny)
     loaded = load_data(config)
     assert loaded.valid is not None
     by_class = loaded.valid.select(loaded.valid.labels.sort().indices)

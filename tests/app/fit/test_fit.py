@@ -52,7 +52,7 @@ def test_table_ends_as_a_smaller_network_that_onnxruntime_runs(
     outputs = run_onnx(out / "model.onnx", inputs)
     with torch.no_grad():
         assert np.allclose(outputs, small(torch.from_numpy(inputs)).numpy(), atol=1e-5)
-    assert 100 * np.mean(outputs.argmax(1) == labels) == pytest.approx(summary["final_precision"])
+    assert 100 * np.mean(outputs.argmax(1) == labels) == pytest.approx(summary["final_accuracy"])
     assert run_onnx(out / "model.onnx", inputs[:1]).shape == (1, 3)
     assert RunFolder(out).read_json("config")["classes"] == ["0", "1", "2"]
     assert "networks.py:mlp" in (out / "report.html").read_text()
@@ -147,7 +147,7 @@ def test_run_starts_from_the_weights_it_is_given(networks: Path, npz: Path, tmp_
         assert torch.allclose(load_file(out / "model.safetensors")[name], tensor, atol=1e-6)
 
 
-def test_precision_of_the_given_weights_is_told(networks: Path, npz: Path, tmp_path: Path) -> None:
+def test_accuracy_of_the_given_weights_is_told(networks: Path, npz: Path, tmp_path: Path) -> None:
     """The classes differ in one feature each: these weights find nearly all of them."""
     model, path = mlp(), tmp_path / "given.pt"
     with torch.no_grad():
@@ -159,9 +159,9 @@ def test_precision_of_the_given_weights_is_told(networks: Path, npz: Path, tmp_p
     config = make_fit_config(f"{networks}:mlp", npz, weights=path)
     inputs, labels = table(60, 1)
     found = 100 * np.mean(inputs[:, :3].argmax(1) == labels)
-    assert make_own_recipe(config, load_own_data(config)).title["given_precision"] == pytest.approx(found)
+    assert make_own_recipe(config, load_own_data(config)).title["given_accuracy"] == pytest.approx(found)
     plain = replace(config, weights=None)
-    assert "given_precision" not in make_own_recipe(plain, load_own_data(plain)).title
+    assert "given_accuracy" not in make_own_recipe(plain, load_own_data(plain)).title
 
 
 @pytest.mark.parametrize(("given", "rate"), [(None, 0.1), (0.7, 0.7)])
@@ -180,10 +180,10 @@ def test_network_without_batch_norm_is_trained_faster(networks: Path, npz: Path)
     assert recipe.build_optimizer(mlp()).param_groups[0]["lr"] == 0.3
 
 
-def test_spreading_needs_a_held_out_loss(npz: Path) -> None:
-    assert make_fit_config("m:f", npz, spread=True).pruning.spread
-    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --spread"):
-        make_fit_config("m:f", npz, spread=True, gate="train")
+def test_allocating_needs_a_held_out_loss(npz: Path) -> None:
+    assert make_fit_config("m:f", npz, allocate=True).pruning.allocate
+    with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --allocate"):
+        make_fit_config("m:f", npz, allocate=True, gate="train")
 
 
 def test_tolerance_is_that_of_the_experiments_unless_another_is_given(npz: Path) -> None:
@@ -307,6 +307,7 @@ def test_file_that_is_not_there_is_not_said_to_be_one_of_the_catalogue(
         assert "data get" not in error
 
 
+@pytest.mark.filterwarnings("ignore:nothing was ever pruned")
 def test_run_of_a_device_that_is_not_here_goes_on_with_another(
     networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,17 +94,17 @@ def test_curves_answer_the_pointer(runs: dict[str, Path], show: Callable[..., An
 
     driver = show(runs["rls"])
     metrics = RunFolder(runs["rls"]).read_lines("metrics")
-    precision = plots(driver)[1]
+    accuracy = plots(driver)[1]
     tip = ".chart:nth-child(2) .tip"
     assert driver.execute_script("return document.querySelector(arguments[0]).hidden", tip)
     for offset, line in (
-        (-precision.size["width"] // 2 + 55, metrics[0]),
-        (precision.size["width"] // 2 - 15, metrics[-1]),
+        (-accuracy.size["width"] // 2 + 55, metrics[0]),
+        (accuracy.size["width"] // 2 - 15, metrics[-1]),
     ):
-        ActionChains(driver).move_to_element_with_offset(precision, offset, 0).perform()
+        ActionChains(driver).move_to_element_with_offset(accuracy, offset, 0).perform()
         assert not driver.execute_script("return document.querySelector(arguments[0]).hidden", tip)
         assert text(driver, tip).startswith(f"epoch {line['epoch']}")
-        assert f"{line['precision']:.2f} %" in text(driver, tip)
+        assert f"{line['accuracy']:.2f} %" in text(driver, tip)
     ActionChains(driver).move_to_element(driver.find_element("tag name", "h1")).perform()
     assert driver.execute_script("return document.querySelector(arguments[0]).hidden", tip)
 
@@ -162,7 +162,7 @@ def test_numbers_and_time_axis(runs: dict[str, Path], show: Callable[..., Any]) 
     cells = driver.execute_script(
         "return [...document.querySelectorAll('.chart:nth-child(2) td')].map((c) => c.textContent)"
     )
-    assert cells == [f"{line['precision']:.2f} %" for line in metrics]
+    assert cells == [f"{line['accuracy']:.2f} %" for line in metrics]
     driver.find_element("css selector", "input[value=time]").click()
     assert "training time" in text(driver, ".chart:nth-child(2) svg")
     assert driver.get_log("browser") == []
@@ -215,7 +215,7 @@ def test_pictures_have_words(runs: dict[str, Path], show: Callable[..., Any]) ->
     assert all(image.get_attribute("alt") for image in driver.find_elements("tag name", "img"))
     bars = driver.find_elements("css selector", ".network svg")
     assert len(bars) == 4
-    assert all("nodes" in bar.get_attribute("aria-label") for bar in bars)
+    assert all("channels" in bar.get_attribute("aria-label") for bar in bars)
     headings = driver.execute_script(
         "return [...document.querySelectorAll('h1,h2,h3')].map((h) => Number(h.tagName[1]))"
     )

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rlsprune.app.cli.main import main
 from rlsprune.app.report import write_report
 from rlsprune.app.report.figures import draw_network, ranges
-from rlsprune.app.report.runs import Layer, read_runs
+from rlsprune.app.report.runs import ReportedLayer, read_runs
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io.atomic import FileError
 
@@ -64,9 +64,9 @@ def test_headline_and_curves_are_the_runs_own(runs: dict[str, Path], tmp_path: P
     assert f"{100 / summary['weights_percent']:.2f}× smaller" in page.text
     assert f"{100 / summary['flops_percent']:.2f}× fewer FLOPs" in page.text
     assert f"{summary['latency_unpruned_ms'] / summary['latency_ms']:.2f}× faster" in page.text
-    assert f"{summary['precision']:.2f} % test precision" in page.text
-    assert f"{folder.read_lines('events')[0]['precision_before']:.2f} % before the first prune" in page.text
-    for name in ("train_loss", "test_loss", "precision", "weights_percent"):
+    assert f"{summary['accuracy']:.2f} % test accuracy" in page.text
+    assert f"{folder.read_lines('events')[0]['accuracy_before']:.2f} % before the first prune" in page.text
+    for name in ("train_loss", "test_loss", "accuracy", "weights_percent"):
         assert page.data[0]["series"][name] == pytest.approx([line[name] for line in metrics], rel=1e-5)
     assert page.data[0]["series"]["gate_level"][0] is None, "before the first prune there is no level"
     assert [event["epoch"] for event in page.data[0]["events"]] == [e["epoch"] for e in folder.read_lines("events")]
@@ -164,7 +164,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("metrics.jsonl", Path.unlink, "cannot be read"),
     ("metrics.jsonl", lambda path: path.write_text("[1]\n"), "holds no JSON object"),
     ("metrics.jsonl", lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
-    ("metrics.jsonl", changed("precision", "high"), "precision 'high'"),
+    ("metrics.jsonl", changed("accuracy", "high"), "accuracy 'high'"),
     ("metrics.jsonl", changed("epoch", 7), "epoch 7, not 1"),
     ("metrics.jsonl", changed("layers", [{"nodes": 3}]), "layers"),
     ("metrics.jsonl", changed("layers", [{"name": "a", "nodes": -3, "weights": 1}]), "nodes -3"),
@@ -205,7 +205,7 @@ def test_numbers_that_are_not_finite_leave_a_gap(copy: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("file", "change"),
     [
-        ("summary.json", {"precision": 10**400}),
+        ("summary.json", {"accuracy": 10**400}),
         ("summary.json", {"latency_ms": 5e-324}),
         ("summary.json", {"layers": [{"name": "a", "nodes": 9, "weights": 9, "nodes_percent": 1e-320}]}),
         ("config.json", {"experiment": "\ud800"}),
@@ -256,13 +256,17 @@ def test_picture_shows_exactly_the_pixels_that_are_read(runs: dict[str, Path], t
 
 
 def test_network_is_to_scale() -> None:
-    layers = [Layer("input", 50, 0, 50.0, 0.0), Layer("a", 40, 2000, 20.0, 10.0), Layer("b", 10, 400, 100.0, 20.0)]
+    layers = [
+        ReportedLayer("input", 800, 0, 50.0, 0.0, 50),
+        ReportedLayer("a", 640, 2000, 20.0, 10.0, 40),
+        ReportedLayer("b", 10, 400, 100.0, 20.0, 10),
+    ]
     first, second, last = draw_network(layers)
-    assert [part.before for part in (first, second, last)] == [250, 500, 25]  # of 100, 200 and 10 nodes
+    assert [part.before for part in (first, second, last)] == [250, 500, 25]  # of 100, 200 and 10 channels
     assert [part.after for part in (first, second, last)] == [125, 100, 25]
     assert (first.before_next, first.after_next) == (second.before, second.after)
     assert (last.before_next, last.after_next) == (None, None)
-    assert (layers[1].full_nodes, layers[1].full_weights) == (200, 20000)
+    assert (layers[1].full_channels, layers[1].full_nodes, layers[1].full_weights) == (200, 3200, 20000)
 
 
 @given(st.sets(st.integers(0, 60)))
@@ -298,4 +302,4 @@ def test_report_says_what_to_install() -> None:
     code += "from rlsprune.app.cli.main import main; sys.exit(main(['report', 'x']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
-    assert 'pip install "rlsprune[experiments]"' in result.stderr
+    assert 'pip install "rlsprune[cli]"' in result.stderr

@@ -8,7 +8,7 @@ from rlsprune.training.loop import Evaluation
 
 
 def lines(count: int) -> list[dict[str, Any]]:
-    return [{"epoch": epoch, "precision": float(epoch)} for epoch in range(1, count + 1)]
+    return [{"epoch": epoch, "accuracy": float(epoch)} for epoch in range(1, count + 1)]
 
 
 @pytest.mark.parametrize(("epochs", "averaged"), [(1, 1), (9, 1), (20, 2), (99, 9), (100, 10), (200, 10)])
@@ -28,8 +28,8 @@ def event() -> PruneEvent:
 def test_recovery_is_counted_from_the_event_to_the_first_epoch_as_good_as_before() -> None:
     record = Record()
     record.add_event(2, event(), before=Evaluation(0.1, 90.0), after=Evaluation(0.2, 80.0))
-    for epoch, precision in ((2, 80.0), (3, 89.0), (4, 90.0), (5, 95.0)):
-        record.add_epoch({"epoch": epoch, "precision": precision})
+    for epoch, accuracy in ((2, 80.0), (3, 89.0), (4, 90.0), (5, 95.0)):
+        record.add_epoch({"epoch": epoch, "accuracy": accuracy})
     assert record.events[0]["epochs_to_recover"] == 2
     assert record.events[0]["layers"] == [{"name": "fc1", "before": 4, "after": 2}]
 
@@ -38,6 +38,6 @@ def test_an_event_that_lost_nothing_has_recovered_at_once_and_one_that_lost_may_
     record = Record()
     record.add_event(1, event(), Evaluation(0.1, 90.0), Evaluation(0.1, 90.0))
     record.add_event(1, event(), Evaluation(0.1, 90.0), Evaluation(0.1, 60.0))
-    record.add_epoch({"epoch": 1, "precision": 60.0})
-    record.add_epoch({"epoch": 2, "precision": 89.9})
+    record.add_epoch({"epoch": 1, "accuracy": 60.0})
+    record.add_epoch({"epoch": 2, "accuracy": 89.9})
     assert [entry["epochs_to_recover"] for entry in record.events] == [0, None]

@@ -33,7 +33,7 @@ def test_run_writes_its_curves_and_histograms(tmp_path: Path) -> None:
     assert metrics[0]["gate_level"] is None, "before the first prune there is no level"
     assert metrics[1]["gate_level"] is not None
     for layer in metrics[-1]["layers"]:
-        assert written.Scalars(f"nodes/{layer['name']}")[-1].value == layer["nodes"]
+        assert written.Scalars(f"channels/{layer['name']}")[-1].value == layer["channels"]
     histograms = written.Histograms("fc1/weight")
     weights = next(layer["weights"] for layer in metrics[-1]["layers"] if layer["name"] == "fc1")
     assert [event.step for event in histograms] == [1, 2, 3]
@@ -46,7 +46,7 @@ def test_what_was_written_after_the_checkpoint_is_not_shown_twice(tmp_path: Path
         observer = TensorBoardObserver(tmp_path)
         observer.start({}, done, 5, 1)
         for epoch in range(done + 1, last + 1):
-            observer.epoch({"epoch": epoch, "train_loss": loss}, {"a": Retained(1, 1)})
+            observer.epoch({"epoch": epoch, "train_loss": loss}, {"a": Retained(1, 1, 1)})
         observer.close()
 
     part(0, 3, loss=1.0)  # epochs 1 to 3, and then the machine went down

@@ -11,6 +11,7 @@ import typer
 
 import rlsprune
 from rlsprune.app.cli import bench, compare, data, fit, pareto, plan, report, run
+from rlsprune.app.cli.main import ABOUT
 from rlsprune.distributed.torchrun import joined, started_by_torchrun
 
 __all__ = ["app", "execute"]
@@ -24,7 +25,7 @@ Exit codes: 0 done · 1 failed (disk, network, a bug) · 2 options, settings, fi
 
 app = typer.Typer(
     name="rlsprune",
-    help="Train a network and make it smaller in the same run, by recursive least squares.",
+    help=ABOUT,
     epilog=_EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

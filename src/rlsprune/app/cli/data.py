@@ -25,7 +25,7 @@ def show(data_dir: options.DataDir = None) -> None:
 
     for name, entry in ENTRIES.items():
         if not entry.layouts:
-            state = "comes with rlsprune[experiments]"
+            state = "comes with rlsprune[cli]"
         else:
             try:
                 _, found = locate(entry, data_dir)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlsprune.app.cli import folders, options
-from rlsprune.app.config.fit import BATCH_NORM_RATE, LEARNING_RATES, FitConfig, make_fit_config
+from rlsprune.app.cli.execute import Shown, execute
+from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES, OPTIMIZERS
+from rlsprune.app.config.fit import FitConfig, make_fit_config
 from rlsprune.app.config.settings import OURS
-from rlsprune.app.experiments.registry import OPTIMIZERS
-from rlsprune.distributed.torchrun import leads
+
+if TYPE_CHECKING:
+    from rlsprune.app.run.folder import RunFolder
+    from rlsprune.app.run.observer import Observer
 
 __all__ = ["EXAMPLES", "fit"]
 
@@ -57,10 +59,10 @@ def fit(
         float, typer.Option("--ratio", help="ξ: the share of a layer that may go at an event.")
     ] = OURS.ratio,
     tolerance: options.Tolerance = None,
-    spread: Annotated[
+    allocate: Annotated[
         bool,
-        typer.Option("--spread", help=options.SPREAD),
-    ] = OURS.spread,
+        typer.Option("--allocate", help=options.ALLOCATE),
+    ] = OURS.allocate,
     epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
     warmup_epochs: Annotated[
         int | None,
@@ -97,9 +99,10 @@ def fit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Train your own network and prune it while it trains; get the small model, its ONNX file and a report."""
+    shown = Shown(quiet=quiet, as_json=as_json, tensorboard=tensorboard)
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        _execute(_resumed(resume, device, on_fault), resume, quiet, as_json, tensorboard)
+        _execute(_resumed(resume, device, on_fault), resume, shown)
         return
     if model is None or data is None:
         raise ValueError("give a model and --data, for example: rlsprune fit my_module:build_model --data photos/")
@@ -113,7 +116,7 @@ def fit(
         ratio=ratio,
         target=target,
         tolerance=tolerance,
-        spread=spread,
+        allocate=allocate,
         epochs=epochs,
         warmup_epochs=warmup_epochs,
         gate=gate,
@@ -131,7 +134,7 @@ def fit(
         deterministic=deterministic,
     )
     name = f"{model.rpartition(':')[2]}-{data.stem}-seed{seed}"
-    _execute(config, folders.new_folder(name, out), quiet, as_json, tensorboard)
+    _execute(config, folders.new_folder(name, out), shown)
 
 
 def _resumed(path: Path, device: str | None, on_fault: str | None) -> FitConfig:
@@ -142,36 +145,22 @@ def _resumed(path: Path, device: str | None, on_fault: str | None) -> FitConfig:
     return replace(config, device=device, on_fault=on_fault or config.on_fault)
 
 
-def _execute(config: FitConfig, path: Path, quiet: bool, as_json: bool, tensorboard: bool) -> None:
-    from rlsprune.app.cli.terminal import observer
-    from rlsprune.app.fit.fit import fit as run_fit
+def _execute(config: FitConfig, path: Path, shown: Shown) -> None:
     from rlsprune.app.fit.fit import missing_onnx_packages
-    from rlsprune.app.report import write_report
-    from rlsprune.io.export import ExportError
 
-    quiet = quiet or not leads()
     if missing := missing_onnx_packages():
         typer.echo(
             f'No model.onnx will be written: {", ".join(missing)} not installed; pip install "rlsprune[onnx]"', err=True
         )
-    folder = folders.open_folder(path)
-    logs = path / "tensorboard" if tensorboard and leads() else None
-    try:
-        summary = run_fit(config, folder, observer(quiet or as_json, logs))
-    except KeyboardInterrupt:
-        if folder.started:
-            typer.echo(f"Go on with: rlsprune fit --resume {shlex.quote(str(path))}", err=True)
-        raise
-    except ExportError as error:  # the training stands
-        typer.echo(f"No model.onnx was written: {error}", err=True)
-        summary = folder.read_json("summary")
-    if not leads():
-        return
-    write_report([path], path / "report.html")
-    if as_json:
-        typer.echo(json.dumps(summary))
-    elif not quiet:
-        if "given_precision" in summary:
-            typer.echo(f"Precision of the given weights: {summary['given_precision']:.2f} %")
-        written = [name for name in ("model.safetensors", "model.onnx", "report.html") if (path / name).exists()]
-        typer.echo(f"In {path}: {', '.join(written)}")
+
+    def train(folder: RunFolder, observer: Observer) -> dict[str, Any]:
+        from rlsprune.app.fit.fit import fit as run_fit
+        from rlsprune.io.export import ExportError
+
+        try:
+            return run_fit(config, folder, observer)
+        except ExportError as error:  # the training stands
+            typer.echo(f"No model.onnx was written: {error}", err=True)
+            return folder.read_json("summary")
+
+    execute("fit", path, train, shown)

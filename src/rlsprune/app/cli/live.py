@@ -102,7 +102,7 @@ class LiveObserver(LineObserver):
 
     def _note(self, line: Mapping[str, Any]) -> None:
         self._last = line
-        if self._best is None or line["precision"] >= self._best["precision"]:
+        if self._best is None or line["accuracy"] >= self._best["accuracy"]:
             self._best = line
 
     # --- what is shown ------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ class LiveObserver(LineObserver):
         yield "loss", Text(", ".join(parts) or "–")
         yield "gate", self._gate()
         if last is None or self._best is None:
-            yield "precision", Text("–")
+            yield "accuracy", Text("–")
         else:
-            best = f"  best {self._best['precision']:.2f} % in epoch {self._best['epoch']}"
-            yield "precision", Text(f"{last['precision']:.2f} %").append(best, "dim")
+            best = f"  best {self._best['accuracy']:.2f} % in epoch {self._best['epoch']}"
+            yield "accuracy", Text(f"{last['accuracy']:.2f} %").append(best, "dim")
 
     def _gate(self) -> Text:
         """The loss that counts, against what it has to get below."""
@@ -158,26 +158,26 @@ class LiveObserver(LineObserver):
         table.add_column(no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
         for layer, before in zip(shown, full, strict=False):
-            was, now = (max(1, round(width * nodes / widest)) for nodes in (before, layer["nodes"]))
+            was, now = (max(1, round(width * channels / widest)) for channels in (before, layer["channels"]))
             bar = Text("█" * now, "cyan").append("░" * (was - now), "dim").append(" " * (width - was))
-            share = f"{layer['nodes']:,} of {before:,}  {layer['nodes_percent']:5.1f} %"
+            share = f"{layer['channels']:,} of {before:,}  {layer['nodes_percent']:5.1f} %"
             table.add_row(layer["name"], bar, share)
         hidden = len(self._layers) - len(shown)
         return [table, Text(f"… and {hidden} layers more", "dim")] if hidden else [table]
 
 
 def _full(layer: Mapping[str, Any]) -> int:
-    nodes: int = layer["nodes"]
-    share: float = layer["nodes_percent"]
-    return round(100 * nodes / share) if share else nodes
+    channels: int = layer["channels"]
+    share: float = layer["nodes_percent"]  # each channel has as many
+    return round(100 * channels / share) if share else channels
 
 
 def _result(summary: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("layer")
-    for name in ("nodes", "left", "weights", "left"):
+    for name in ("channels", "left", "weights", "left"):
         table.add_column(name, justify="right")
     for layer in summary["layers"]:
         weights = (f"{layer['weights']:,}", f"{layer['weights_percent']:.1f} %") if layer["weights"] else ("", "")
-        table.add_row(layer["name"], f"{layer['nodes']:,}", f"{layer['nodes_percent']:.1f} %", *weights)
+        table.add_row(layer["name"], f"{layer['channels']:,}", f"{layer['nodes_percent']:.1f} %", *weights)
     return table

@@ -6,8 +6,13 @@ import io
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TypeGuard
 
-__all__ = ["main"]
+import rlsprune
+
+__all__ = ["ABOUT", "main"]
+
+ABOUT = "Train a network and make it smaller in the same run, by recursive least squares."
 
 FAILED = 1  # anything else: the disk, the network, a bug
 USAGE = 2  # options, settings, files or an installation that do not fit
@@ -16,6 +21,7 @@ DIVERGED = 4  # numbers that are not finite
 INTERRUPTED = 130
 
 _EXTRA = {"typer", "rich", "click", "matplotlib", "jinja2", "markupsafe", "tensorboard"}
+_REMEDY = 'pip install "rlsprune[cli]"'  # pip takes the extra of the version that is installed, from wherever it came
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,15 +42,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
+        if _needs_extra(error) and (answer := _answer(given)) is not None:
+            sys.stdout.write(answer)
+            return 0
         if debug:
             traceback.print_exc()
         return _explain(error, debug)
     return _say("interrupted", INTERRUPTED) if code == INTERRUPTED else code
 
 
+def _needs_extra(error: Exception) -> TypeGuard[ModuleNotFoundError]:
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRA
+
+
+def _answer(given: Sequence[str]) -> str | None:
+    """What can be said without the packages of the command line; None for all but --version and --help."""
+    if given and given[0] == "--version":
+        return f"{rlsprune.__version__}\n"
+    if given and not {"--help", "-h"} & set(given):
+        return None
+    return (
+        f"rlsprune {rlsprune.__version__}: {ABOUT}\n\n"
+        "Its commands need packages that are not installed. Install them with\n\n"
+        f"    {_REMEDY}\n\n"
+        "and `rlsprune --help` tells more. The library (`import rlsprune`) works without them.\n"
+    )
+
+
 def _explain(error: Exception, debug: bool) -> int:
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRA:
-        return _say(f'{error.name} is not installed: run `pip install "rlsprune[experiments]"`', USAGE)
+    if _needs_extra(error):
+        return _say(f"{error.name} is not installed: run `{_REMEDY}`", USAGE)
     message = str(error) or type(error).__name__
     # By module and name: the classes themselves would have to be imported, and torch with them.
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}

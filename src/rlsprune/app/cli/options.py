@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rlsprune.app.config.experiment import GATES
+from rlsprune.app.config.base import GATES, OPTIMIZERS
 from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.settings import ON_FAULT, OURS
-from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, OPTIMIZERS, PRESETS
+from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
 
 
 def _choices(names: tuple[str, ...]) -> str:
@@ -74,8 +74,10 @@ Tolerance = Annotated[
         help=f"How far above the least loss at a prune is recovered, as a share of it. Default: {OURS.tolerance}.",
     ),
 ]
-SPREAD = "Take from each layer what costs the held-out loss least, instead of ξ from all."
-Spread = Annotated[bool | None, typer.Option("--spread/--no-spread", help=f"{SPREAD} Default: the experiment's.")]
+ALLOCATE = "Take from each layer what costs the held-out loss least, instead of ξ from all."
+Allocate = Annotated[
+    bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")
+]
 Warmup = Annotated[
     int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
 ]
@@ -152,7 +154,7 @@ def _training(
     warmup_epochs: Warmup = None,
     target: Target = None,
     tolerance: Tolerance = None,
-    spread: Spread = None,
+    allocate: Allocate = None,
     gate: Gate = None,
     loss: Loss = None,
     batch_size: BatchSize = None,

@@ -14,7 +14,7 @@ __all__ = ["EXAMPLES", "pareto"]
 EXAMPLES = """Examples: `rlsprune pareto runs/digits-fnn-none-seed0` ·
 `rlsprune pareto runs/mnist-fnn-none-seed0 --max-drop 0.3 --ratio 0.1`"""
 
-_HEAD = "params %  FLOPs %  precision %  held-out %  right after  epochs  seconds"
+_HEAD = "params %  FLOPs %  accuracy %  held-out %  right after  epochs  seconds"
 
 
 def pareto(
@@ -22,22 +22,22 @@ def pareto(
     max_drop: Annotated[
         float | None,
         typer.Option(
-            "--max-drop", help="Stop when held-out precision stays so many points below the run's. Default: 1."
+            "--max-drop", help="Stop when held-out accuracy stays so many points below the run's. Default: 1."
         ),
     ] = None,
     target: Annotated[
-        float | None, typer.Option("--target", help="Stop at this share of the parameters, whatever the precision.")
+        float | None, typer.Option("--target", help="Stop at this share of the parameters, whatever the accuracy.")
     ] = None,
     ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that goes in a round.")] = 0.2,
     recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
     lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
-    spread: Annotated[bool, typer.Option("--spread/--no-spread", help=options.SPREAD)] = True,
+    allocate: Annotated[bool, typer.Option("--allocate/--no-allocate", help=options.ALLOCATE)] = True,
     data_dir: options.DataDir = None,
     device: options.Device = None,
     out: options.Out = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Make a finished run's network smaller and smaller, and draw precision against size."""
+    """Make a finished run's network smaller and smaller, and draw accuracy against size."""
     from rlsprune.app.cli.terminal import status
     from rlsprune.app.experiments.pareto import FrontSettings, shrink_run
     from rlsprune.app.run.folder import RunFolder
@@ -55,7 +55,7 @@ def pareto(
         ratio=ratio,
         recovery_epochs=recovery_epochs,
         lr=lr,
-        spread=spread,
+        allocate=allocate,
     )
     full: dict[str, Any] = {}
     try:
@@ -74,13 +74,13 @@ def pareto(
         raise
     chosen = result["front"][result["chosen"]]
     share = 100 * chosen["params"] / full["params"]
-    typer.echo(f"Chosen: {share:.1f} % of the parameters, precision {chosen['precision']:.2f} %")
+    typer.echo(f"Chosen: {share:.1f} % of the parameters, accuracy {chosen['accuracy']:.2f} %")
     typer.echo(f"Written to {folder}: model.safetensors, pareto.png and pareto.json")
 
 
 def _row(point: dict[str, Any], full: dict[str, Any]) -> str:
     params, flops = (100 * point[what] / full[what] for what in ("params", "flops"))
     return (
-        f"{params:8.1f} {flops:8.1f} {point['precision']:12.2f} {point['score']:11.2f} {point['score_pruned']:12.2f} "
+        f"{params:8.1f} {flops:8.1f} {point['accuracy']:12.2f} {point['score']:11.2f} {point['score_pruned']:12.2f} "
         f"{point['epochs']:7} {point['seconds']:8.0f}"
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsprune.app.cli import folders, options
+from rlsprune.app.cli.execute import Shown, execute
 from rlsprune.app.config.experiment import RunConfig, make_config
-from rlsprune.distributed.torchrun import leads
 
 if TYPE_CHECKING:
     from rlsprune.app.run.folder import RunFolder
+    from rlsprune.app.run.observer import Observer
 
 __all__ = ["EXAMPLES", "run"]
 
@@ -51,12 +50,13 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Train a network and prune it while it trains."""
+    shown = Shown(quiet=quiet, as_json=as_json, tensorboard=tensorboard)
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
         of_fit = f"go on with `rlsprune fit --resume {resume}`"
         config = folders.read_config(resume, of_fit, training["device"], training["data_dir"])
         config = replace(config, on_fault=training["on_fault"] or config.on_fault)
-        _execute(config, resume, quiet, as_json, tensorboard)
+        _execute(config, resume, shown)
         return
     settings = {"seed": seed, **options.settings(training)}
     own: dict[str, Any] = {
@@ -70,50 +70,26 @@ def run(
     if method == "scratch":
         source = shape_from or _run_of_shape(settings, experiment, folder, quiet or as_json)
         config = replace(config, shape_from=str(source.resolve()))
-    _execute(config, folder, quiet, as_json, tensorboard)
+    _execute(config, folder, shown)
 
 
-def _execute(config: RunConfig, path: Path, quiet: bool, as_json: bool, tensorboard: bool = False) -> None:
-    from rlsprune.app.cli.terminal import describe, observer
-    from rlsprune.app.experiments.recipe import run as run_experiment
-    from rlsprune.app.report import write_report
+def _execute(config: RunConfig, path: Path, shown: Shown) -> None:
+    def train(folder: RunFolder, observer: Observer) -> dict[str, Any]:
+        from rlsprune.app.experiments.recipe import run as run_experiment
 
-    folder = folders.open_folder(path)
-    quiet = quiet or not leads()
-    if folder.finished:
-        summary = folder.read_json("summary")
-        if not as_json and leads():
-            typer.echo(f"{path} is finished. {describe(summary)}")
-    else:
-        try:
-            logs = path / "tensorboard" if tensorboard and leads() else None
-            summary = run_experiment(config, folder, observer(quiet or as_json, logs))
-        except KeyboardInterrupt:
-            if folder.started:
-                typer.echo(f"Go on with: rlsprune run --resume {shlex.quote(str(path))}", err=True)
-            raise
-        if not leads():
-            return
-        _draw_pixels(config, folder, summary)
-        write_report([path], path / "report.html")
-    if as_json and leads():
-        typer.echo(json.dumps(summary))
-    elif not quiet:
-        page = path / "report.html"
-        typer.echo(f"The run is in {path}" + (f", its page is {page}" if page.is_file() else ""))
+        return folder.read_json("summary") if folder.finished else run_experiment(config, folder, observer)
+
+    def deliver(folder: RunFolder, summary: dict[str, Any]) -> None:
+        if summary.get("mean_input") is not None:  # pixels were pruned
+            from rlsprune.app.experiments.figures import draw_pixels
+
+            draw_pixels(summary, folder.path / "pixels.png")
+
+    execute("run", path, train, shown, deliver)
 
 
 def _run_of_shape(settings: dict[str, Any], experiment: str, folder: Path, quiet: bool) -> Path:
     """Runs `rls` beside a run of `scratch`, unless it is there already."""
     source = folder.with_name(f"{folder.name}-shape")
-    _execute(make_config(experiment, "rls", **settings), source, quiet, as_json=False)
+    _execute(make_config(experiment, "rls", **settings), source, Shown(quiet=quiet))
     return source
-
-
-def _draw_pixels(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> None:
-    if summary["kept_inputs"] is None:
-        return
-    from rlsprune.app.experiments.figures import draw_pixels
-    from rlsprune.app.experiments.recipe import load_data
-
-    draw_pixels(summary["kept_inputs"], load_data(config).test, folder.path / "pixels.png")

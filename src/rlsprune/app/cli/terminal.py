@@ -56,10 +56,9 @@ def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str
 def describe(summary: Mapping[str, Any]) -> str:
     """A finished run in one line."""
     return (
-        f"{summary['method']} on {summary['experiment']}, seed {summary['seed']}: precision "
-        f"{summary['precision']:.2f} %, {summary['weights_percent']:.1f} % of the weights, "
-        f"{summary['nodes_percent']:.1f} % of the nodes, {summary['flops_percent']:.1f} % of the FLOPs, "
-        f"{summary['seconds']:.0f} s"
+        f"{summary['method']} on {summary['experiment']}, seed {summary['seed']}: accuracy "
+        f"{summary['accuracy']:.2f} %, {summary['weights_percent']:.1f} % of the weights, "
+        f"{summary['flops_percent']:.1f} % of the FLOPs, {summary['seconds']:.0f} s"
     )
 
 
@@ -80,10 +79,10 @@ class LineObserver(Observer):
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
         """The epoch's figures."""
-        shape = "-".join(str(count.nodes) for count in counts.values())
+        shape = "-".join(str(count.channels) for count in counts.values())
         self.console.print(
             f"epoch {metrics['epoch']:>{len(str(self._epochs))}}/{self._epochs}  loss {metrics['train_loss']:.4f}  "
-            f"precision {metrics['precision']:.2f} %  weights {metrics['weights_percent']:.1f} %  nodes {shape}  "
+            f"accuracy {metrics['accuracy']:.2f} %  weights {metrics['weights_percent']:.1f} %  channels {shape}  "
             f"{metrics['seconds']:.1f} s"
         )
 
@@ -97,7 +96,7 @@ class LineObserver(Observer):
         what = "rolled back" if event["kind"] == "roll-back" else "pruned"
         self.console.print(
             f"  epoch {event['epoch']}: {what} {', '.join(changes) or 'weights set to zero'}; "
-            f"precision {event['precision_before']:.2f} % → {event['precision_after']:.2f} %"
+            f"accuracy {event['accuracy_before']:.2f} % → {event['accuracy_after']:.2f} %"
         )
 
     def end(self, summary: Mapping[str, Any]) -> None:

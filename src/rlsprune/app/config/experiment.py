@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlsprune.app.config.losses import LOSSES
-from rlsprune.app.config.plain import from_plain
-from rlsprune.app.config.settings import ON_FAULT, PruningSettings, TrainingSettings, check_option
-from rlsprune.app.data.augmentation import parse_augmentation
-from rlsprune.app.experiments.registry import BASELINES, METHODS, OPTIMIZERS, PRESETS, experiment
+from rlsprune.app.config.base import BaseConfig, check_choice
+from rlsprune.app.config.settings import PruningSettings, TrainingSettings, check_option
+from rlsprune.app.experiments.registry import BASELINES, METHODS, PRESETS, experiment
 
 __all__ = ["PAPER", "RunConfig", "make_config"]
-
-GATES = ("train", "batch", "valid")
-
 
 PAPER = PruningSettings(
     ratio=0.4,
@@ -32,74 +26,35 @@ PAPER = PruningSettings(
 )
 """The paper to the letter."""
 
-HELD_OUT_SHARE = 1 / 12
-"""Of the training images, for the gate "valid"; of MNIST's that makes 5,000."""
 
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(BaseConfig):
+    """A run of an experiment."""
 
-@dataclass(frozen=True)
-class RunConfig:
-    """A run, completely: the same config on the same machine gives the same numbers."""
+    KNOWN_METHODS = METHODS
+    WHAT = "the config of a run"
 
-    experiment: str
-    method: str
-    optimizer: str
     preset: str
-    seed: int
-    epochs: int
-    warmup_epochs: int
     prune_epoch: int | None
     """Where the one-shot methods prune; None: never, which makes the method's unpruned twin."""
-    gate: str
-    loss: str
-    batch_size: int
     train_images: int | None
     test_images: int | None
-    augment: str | None
-    device: str
-    threads: int
-    pruning: PruningSettings | None
-    """None for methods that are not ours."""
-    training: TrainingSettings
     shape_from: str | None
     """The run folder that `scratch` takes its shape from."""
     data_dir: str | None
     verify: bool
-    on_fault: str = "raise"
-    deterministic: bool = False
     rival_ratio: float | None = None
     """What a rival removes of a layer, or of the weights; None for the paper's share."""
 
     def __post_init__(self) -> None:
         experiment(self.experiment)
-        _among("method", self.method, METHODS)
-        _among("optimizer", self.optimizer, OPTIMIZERS)
-        _among("gate", self.gate, GATES)
-        _among("loss", self.loss, tuple(LOSSES))
-        _among("on_fault", self.on_fault, ON_FAULT)
-        if self.augment is not None:
-            parse_augmentation(self.augment)
-        for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
-            check_option(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
+        super().__post_init__()
         if self.rival_ratio is not None:
             check_option("rival_ratio", self.rival_ratio, 0 < self.rival_ratio < 1, "in (0, 1)")
             if self.method not in BASELINES:
                 raise ValueError(f"--rival-ratio is for {', '.join(BASELINES)}, not for {self.method}")
         for name in ("prune_epoch", "train_images", "test_images"):
-            if getattr(self, name) is not None:
-                check_option(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """From what JSON had.
-
-        Raises:
-            ValueError: Names or values are not those of a config.
-        """
-        return from_plain(cls, values, "the config of a run")
+            self._check_least(name, 1)
 
     def differences(self, other: RunConfig) -> list[str]:
         """In words, where two configs would give other numbers; where the data lie does not matter."""
@@ -121,7 +76,7 @@ def make_config(
     ratio: float | None = None,
     target: float | None = None,
     tolerance: float | None = None,
-    spread: bool | None = None,
+    allocate: bool | None = None,
     gate: str | None = None,
     augment: bool | None = None,
     unpruned: bool = False,
@@ -138,7 +93,7 @@ def make_config(
         ratio: ξ of our methods.
         target: The share of the parameters at which `rls` stops pruning; None for the experiment's.
         tolerance: How far above the least loss at any prune, as a share of it, the gate of `rls` still opens.
-        spread: Whether `rls` takes from each layer what costs the held-out loss least; None for the experiment's.
+        allocate: Whether `rls` takes from each layer what costs the held-out loss least; None for the experiment's.
         gate: None for the method's own.
         augment: None for the preset's; what is trained as `rls` is augmented unless it is False.
         unpruned: The method's unpruned twin.
@@ -148,8 +103,8 @@ def make_config(
     Raises:
         ValueError: A name or a value that there is not.
     """
-    _among("preset", preset, PRESETS)
-    _among("method", method, METHODS)
+    check_choice("preset", preset, PRESETS)
+    check_choice("method", method, METHODS)
     chosen = experiment(name).presets[preset]
     values = {key: value for key, value in given.items() if value is not None}
     ours = {"rls": experiment(name).pruning, "rls-paper": PAPER}.get(method)
@@ -158,14 +113,14 @@ def make_config(
             remedy = "what it removes is its --rival-ratio" if method in BASELINES else "leave it out"
             raise ValueError(f"--ratio is for rls and rls-paper, not for {method}: {remedy}")
         ours = replace(ours, ratio=ratio)
-    own: dict[str, Any] = {"target": target, "tolerance": tolerance, "spread": spread}
+    own: dict[str, Any] = {"target": target, "tolerance": tolerance, "allocate": allocate}
     own = {option: value for option, value in own.items() if value is not None}
     if own:
         if ours is None or method != "rls":
             raise ValueError(f"--{next(iter(own))} is for rls: {method} prunes as its paper says")
         ours = replace(ours, **own)
     if ours is not None and gate is not None:
-        ours = replace(ours, gate=gate, spread=ours.spread if gate == "valid" else bool(spread))
+        ours = replace(ours, gate=gate, allocate=ours.allocate if gate == "valid" else bool(allocate))
     small = method in ("rls", "scratch")
     like_rls = like_rls or small
     augmented = like_rls or chosen.augment if augment is None else augment
@@ -205,9 +160,3 @@ def _optimizer(method: str, asked: str | None) -> str:
     if asked not in (None, own) and method not in ("rls", "scratch", "none"):
         raise ValueError(f"--optimizer {asked}: {method} is trained by {own} as in the paper; leave it out")
     return asked or own
-
-
-def _among(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        option = name.replace("_", "-")
-        raise ValueError(f"--{option} {value} is not valid: choose one of {', '.join(choices)}")

@@ -11,14 +11,14 @@ from rlsprune.model.arguments import quoted
 
 __all__ = ["from_plain"]
 
-Settings = TypeVar("Settings")
+Plain = TypeVar("Plain")
 
 MAX_INT = 2**31 - 1
 MAX_TEXT = 4096  # characters of a name or a path
 MAX_ITEMS = 100_000
 
 
-def from_plain(kind: type[Settings], values: object, what: str) -> Settings:
+def from_plain(kind: type[Plain], values: object, what: str) -> Plain:
     """Builds a dataclass from what JSON had. Fields that have a default may be missing.
 
     Args:

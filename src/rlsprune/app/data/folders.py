@@ -159,7 +159,7 @@ def _opened(file: Path) -> Iterator[Image]:
     try:
         from PIL import Image
     except ImportError as error:
-        remedy = 'Install it with `pip install "rlsprune[experiments]"`'
+        remedy = 'Install it with `pip install "rlsprune[cli]"`'
         raise DataError(file, "images are read by Pillow, which is not installed", remedy) from error
     try:
         with warnings.catch_warnings():

@@ -15,9 +15,9 @@ from rlsprune.app.run.folder import RunFolder
 __all__ = ["compare_runs"]
 
 _MEASURES = (
-    "precision",
+    "accuracy",
     "loss",
-    "final_precision",
+    "final_accuracy",
     "nodes_percent",
     "weights_percent",
     "flops_percent",
@@ -48,7 +48,7 @@ def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
         raise ValueError(f"none of the finished runs is unpruned: run one of {', '.join(TWINS)} first")
     for label in methods:
         twin = unpruned.get(twin_of(label))
-        columns[label]["unpruned"] = None if twin is None else {key: twin[key] for key in ("precision", "loss")}
+        columns[label]["unpruned"] = None if twin is None else {key: twin[key] for key in ("accuracy", "loss")}
     table = experiment(name).table
     return {
         "experiment": name,
@@ -66,7 +66,7 @@ def _column(paths: Iterable[Path]) -> dict[str, Any]:
     folders = [RunFolder(path) for path in paths]
     summaries = [folder.read_json("summary") for folder in folders]
     events = [event for folder in folders for event in folder.read_lines("events") if event["kind"] == "prune"]
-    lost = [event["precision_before"] - event["precision_after"] for event in events]
+    lost = [event["accuracy_before"] - event["accuracy_after"] for event in events]
     waits = [event["epochs_to_recover"] for event in events if event["epochs_to_recover"] is not None]
     return {
         "runs": len(summaries),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 
-from rlsprune.app.data.datasets import Split
 from rlsprune.io.atomic import replacing
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["draw_comparison", "draw_front", "draw_pixels", "draw_sweep"]
 _PANELS = (
     ("nodes_percent", "retained nodes (%)"),
     ("weights_percent", "retained weights (%)"),
-    ("precision", "precision (%)"),
+    ("accuracy", "accuracy (%)"),
 )
 
 
@@ -28,7 +28,7 @@ _COSTS = (("weights_percent", "retained weights (%)"), ("flops_percent", "FLOPs 
 
 
 def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
-    """Precision against weights, FLOPs and the time of the run, a point for each method; unpruned networks hollow.
+    """Accuracy against weights, FLOPs and the time of the run, a point for each method; unpruned networks hollow.
 
     Args:
         comparison: As `compare_runs` gives it.
@@ -40,12 +40,12 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
     points += [(label, column, False) for label, column in comparison["unpruned"].items()]
     for axes, (key, title) in zip(figure.subplots(1, len(_COSTS), sharey=True), _COSTS, strict=True):
         for number, (label, column, pruned) in enumerate(points):
-            cost, precision = column[key], column["precision"]
+            cost, accuracy = column[key], column["accuracy"]
             axes.errorbar(
                 cost["mean"],
-                precision["mean"],
+                accuracy["mean"],
                 xerr=cost["deviation"],
-                yerr=precision["deviation"],
+                yerr=accuracy["deviation"],
                 marker="osD^v<>P*XhH"[number % 12],
                 markersize=9 if label == "rls" else 6,
                 color=f"C{number % 10}",
@@ -56,13 +56,13 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("test precision (%)")
+    figure.axes[0].set_ylabel("test accuracy (%)")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     _save(figure, path)
 
 
 def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
-    """Retained nodes, retained weights and precision, epoch by epoch.
+    """Retained nodes, retained weights and accuracy, epoch by epoch.
 
     Args:
         curves: The metrics of a run by its label in the legend.
@@ -76,7 +76,7 @@ def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, pa
             axes.plot([line["epoch"] for line in metrics], [line[key] for line in metrics], label=name)
         axes.set(xlabel="epoch", ylabel=label)
         axes.grid(alpha=0.3)
-        if key == "precision":
+        if key == "accuracy":
             # The first epochs of training would flatten everything that matters.
             values = [line[key] for metrics in curves.values() for line in metrics[len(metrics) // 10 :]]
             axes.set_ylim(max(0.0, np.percentile(values, 2) - 1), min(100.0, max(values) + 0.5))
@@ -85,7 +85,7 @@ def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, pa
 
 
 def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, path: Path) -> None:
-    """Precision against what is left of the parameters and FLOPs, right after each event and after recovery.
+    """Accuracy against what is left of the parameters and FLOPs, right after each event and after recovery.
 
     Args:
         points: As `shrink_run` gives them, the whole network first.
@@ -99,27 +99,27 @@ def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, pat
         figure.subplots(1, 2, sharey=True), (("params", "parameters (%)"), ("flops", "FLOPs (%)")), strict=True
     ):
         shares = [100 * point[key] / points[0][key] for point in points]
-        axes.plot(shares, [point["precision"] for point in points], "o-", label="test")
+        axes.plot(shares, [point["accuracy"] for point in points], "o-", label="test")
         axes.plot(shares, [point["score"] for point in points], "s--", alpha=0.6, label="held-out")
         axes.plot(shares, [point["score_pruned"] for point in points], ".", label="held-out, right after the prune")
         axes.axvline(shares[chosen], color="gray", linestyle=":", label="chosen")
         axes.set(xlabel=label, xscale="log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3, which="both")
-    figure.axes[0].set_ylabel("precision (%)")
+    figure.axes[0].set_ylabel("accuracy (%)")
     figure.axes[0].legend()
     _save(figure, path)
 
 
-def draw_pixels(kept: Sequence[int], images: Split, path: Path) -> None:
+def draw_pixels(summary: Mapping[str, Any], path: Path) -> None:
     """The mean image, with the pixels that the network no longer reads crossed out in red.
 
     Args:
-        kept: Indices of the pixels that are read.
-        images: Grey images of the data set.
+        summary: Of a run on grey images that has pruned its inputs.
         path: The picture's file.
     """
-    mean = images.images.float().mean(0)[0].cpu().numpy()
+    kept = summary["kept_inputs"]
+    mean = np.frombuffer(base64.b64decode(summary["mean_input"]), np.uint8).reshape(summary["input_shape"])[0]
     gone = np.ones(mean.size, dtype=bool)
     gone[list(kept)] = False
     figure = _figure(8, 4)

@@ -1,4 +1,4 @@
-"""From a run's config to its network, optimizer and pruning method."""
+"""The network of an experiment's run, its learning rate and its pruning method."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, SoftPruning, WeightLevel
+from rlsprune.app.config.base import LEARNING_RATES
 from rlsprune.app.config.experiment import RunConfig
-from rlsprune.app.experiments.registry import experiment
+from rlsprune.app.experiments.registry import BASELINES, experiment
+from rlsprune.app.run import build
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.method import Method
-from rlsprune.app.run.pruning import RLSPruning
-from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.io import modelfile
-from rlsprune.optim.rls import RLS
 
-__all__ = ["build_method", "build_model", "build_optimizer", "take_shape"]
+__all__ = ["build_method", "build_model", "learning_rate", "take_shape"]
 
 
 def build_model(config: RunConfig) -> nn.Module:
@@ -31,21 +30,15 @@ def build_model(config: RunConfig) -> nn.Module:
     return model
 
 
-def build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
-    """RLS as the config says (with batch norm a lower η), momentum SGD with the paper's settings, or AdamW."""
-    if config.optimizer == "rls":
-        return RLS(model, lr=experiment(config.experiment).rate, mean_scale=config.training.mean_scale)
-    if config.optimizer == "sgd":
-        return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    return AdamW(model.parameters(), lr=1e-3)
+def learning_rate(config: RunConfig) -> float:
+    """The experiment's for RLS (lower with batch norm); for the others what suits training from scratch."""
+    return experiment(config.experiment).rate if config.optimizer == "rls" else LEARNING_RATES[config.optimizer][0]
 
 
 def build_method(config: RunConfig, model: nn.Module, optimizer: Optimizer, example_inputs: Tensor) -> Method:
-    """What prunes."""
-    if config.pruning is not None:
-        return RLSPruning(model, optimizer, example_inputs, config.pruning, config.epochs, config.warmup_epochs)
-    if config.method in ("none", "scratch"):
-        return NoPruning(model, example_inputs)
+    """What prunes: one of the rivals, with the experiment's ratio, or what any run may have."""
+    if config.method not in BASELINES:
+        return build.build_method(config, model, optimizer, example_inputs)
     chosen, when, asked = experiment(config.experiment), config.prune_epoch, config.rival_ratio
     if config.method == "soft-pruning":
         return SoftPruning(model, example_inputs, ratio=asked or chosen.soft_ratio)

@@ -15,7 +15,7 @@ class PaperColumn:
     """Percent retained, per layer from the input on, and in total."""
     weights: tuple[float, ...]
     """Percent retained, per layer behind the input, and in total."""
-    precision: tuple[float, float]
+    accuracy: tuple[float, float]
     """Unpruned, pruned."""
     loss: tuple[float, float]
     """Unpruned, pruned."""

@@ -1,4 +1,4 @@
-"""From a run's finished network to smaller and smaller ones: precision against size."""
+"""From a run's finished network to smaller and smaller ones: accuracy against size."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class FrontSettings:
     """How a run's network is shrunk; see `rlsprune.shrink`."""
 
     max_drop: float | None
-    """In points of precision."""
+    """In points of accuracy."""
     target: float | None
     """The share of the parameters to end at."""
     ratio: float
     recovery_epochs: int
     lr: float
     """η of the RLS that recovers."""
-    spread: bool
+    allocate: bool
 
 
 def shrink_run(
@@ -80,7 +80,7 @@ def shrink_run(
     points: list[Point] = []
 
     def note(point: FrontPoint, network: nn.Module) -> None:
-        points.append({**asdict(point), "precision": evaluate(network, test, recipe.loss).accuracy})
+        points.append({**asdict(point), "accuracy": evaluate(network, test, recipe.loss).accuracy})
         if point.within:
             modelfile.save(network, out / "model.safetensors", metadata={"config": config.to_dict()})
         written(finished=False)
@@ -111,7 +111,7 @@ def shrink_run(
         optimizer=lambda network: RLS(network, lr=settings.lr),
         ratio=settings.ratio,
         recovery_epochs=settings.recovery_epochs,
-        spread=settings.spread,
+        allocate=settings.allocate,
         on_point=note,
         on_progress=on_progress,
     )

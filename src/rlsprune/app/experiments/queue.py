@@ -26,7 +26,7 @@ TWINS: dict[str, dict[str, Any]] = {
 _FOR = {
     "ratio": ("rls", "rls-paper"),
     "rival_ratio": BASELINES,
-    **dict.fromkeys(("target", "tolerance", "spread"), ("rls",)),
+    **dict.fromkeys(("target", "tolerance", "allocate"), ("rls",)),
 }
 """Option → the methods that it is for."""
 

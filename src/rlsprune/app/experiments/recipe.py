@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from rlsprune.app import data
-from rlsprune.app.config.experiment import HELD_OUT_SHARE, RunConfig
-from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.data.datasets import Dataset, stratified_choice
-from rlsprune.app.experiments.methods import build_method, build_model, build_optimizer, take_shape
+from rlsprune.app.experiments.methods import build_method, build_model, learning_rate, take_shape
 from rlsprune.app.experiments.registry import experiment
+from rlsprune.app.run.build import build_recipe, hold_out
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.recipe import Recipe
 
 __all__ = ["load_data", "make_recipe", "run"]
-
-_TITLE = ("experiment", "method", "optimizer", "preset", "seed")
 
 
 def run(config: RunConfig, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
@@ -46,9 +45,7 @@ def load_data(config: RunConfig) -> Dataset:
     if config.test_images is not None and config.test_images < len(loaded.test):
         chosen = stratified_choice(loaded.test.labels, config.test_images, seed=0)
         loaded = replace(loaded, test=loaded.test.select(chosen))
-    if config.gate == "valid":
-        loaded = loaded.hold_out(max(1, round(HELD_OUT_SHARE * len(loaded.train))))
-    return loaded.to(config.device)
+    return hold_out(config, loaded).to(config.device)
 
 
 def make_recipe(config: RunConfig, loaded: Dataset) -> Recipe:
@@ -58,24 +55,13 @@ def make_recipe(config: RunConfig, loaded: Dataset) -> Recipe:
         if config.shape_from is not None:
             take_shape(model, RunFolder(config.shape_from))
 
-    values = config.to_dict()
-    return Recipe(
-        config=values,
-        title={name: values[name] for name in _TITLE},
+    return build_recipe(
+        config,
+        title={"preset": config.preset},
         data=loaded,
         layout="channels-last" if experiment(config.experiment).convolutional else "flat",
+        lr=learning_rate(config),
         build_model=lambda: build_model(config),
         prepare=prepare,
-        build_optimizer=lambda model: build_optimizer(config, model),
-        build_method=lambda model, optimizer, example: build_method(config, model, optimizer, example),
-        loss=LOSSES[config.loss],
-        gate=config.gate,
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        threads=config.threads,
-        augment=config.augment,
-        training=config.training,
-        on_fault=config.on_fault,
-        deterministic=config.deterministic,
+        method=partial(build_method, config),
     )

@@ -11,11 +11,10 @@ from rlsprune.app.config.settings import OURS, PruningSettings, TrainingSettings
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BASELINES", "EXPERIMENTS", "METHODS", "OPTIMIZERS", "PRESETS", "Experiment", "Preset", "experiment"]
+__all__ = ["BASELINES", "EXPERIMENTS", "METHODS", "PRESETS", "Experiment", "Preset", "experiment"]
 
 BASELINES = ("l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph")
 METHODS = ("rls", "rls-paper", *BASELINES, "scratch", "none")
-OPTIMIZERS = ("rls", "sgd", "adamw")
 PRESETS = ("short", "paper")
 
 
@@ -141,7 +140,7 @@ def _vgg(name: str, title: str, dataset: str, table: int, presets: Mapping[str, 
         soft_ratio=0.3,
         presets=presets,
         training=replace(_TRAINING, lr_decay=0.85),  # at η = 1 to the middle of a long run the loss would rise again
-        pruning=replace(OURS, target=0.06, spread=True),
+        pruning=replace(OURS, target=0.06, allocate=True),
     )
 
 

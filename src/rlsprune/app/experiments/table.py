@@ -17,11 +17,11 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
         + (f"seed {seeds[0]}" if len(seeds) == 1 else f"mean of seeds {', '.join(map(str, seeds))}"),
         "Retained nodes / weights in percent; n and w are those of the unpruned network.",
         _layer_table(comparison),
-        "Precision and loss on the test set, (unpruned, pruned), and the costs; the unpruned networks last.",
+        "Accuracy and loss on the test set, (unpruned, pruned), and the costs; the unpruned networks last.",
         _result_table(comparison),
     ]
     if comparison["paper"]:
-        parts += [f"The paper's Table {number}, 200 epochs.", _paper_table(comparison)]
+        parts += [f"The paper's Table {number}, 200 epochs; it calls the accuracy precision.", _paper_table(comparison)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -70,7 +70,7 @@ def _result_table(comparison: Mapping[str, Any]) -> str:
         "Method",
         "runs",
         "epochs",
-        "precision %",
+        "accuracy %",
         "loss",
         "nodes %",
         "weights %",
@@ -90,7 +90,7 @@ def _results(column: Mapping[str, Any]) -> list[str]:
     return [
         str(column["runs"]),
         f"{column['epochs']['mean']:g}",
-        _beside_unpruned(column, "precision", 2),
+        _beside_unpruned(column, "accuracy", 2),
         _beside_unpruned(column, "loss", 3),
         _number(column["nodes_percent"], 1),
         _number(column["weights_percent"], 1),
@@ -129,7 +129,7 @@ def _paper_table(comparison: Mapping[str, Any]) -> str:
             f"{column['nodes'][number]:.1f} / {share}" for column, share in zip(paper.values(), weights, strict=True)
         ]
         rows.append([name, *cells])
-    for title, key, digits in (("precision %", "precision", 1), ("loss", "loss", 3)):
+    for title, key, digits in (("accuracy %", "accuracy", 1), ("loss", "loss", 3)):
         pairs = [column[key] for column in paper.values()]
         rows.append([title, *(f"({unpruned:.{digits}f}, {pruned:.{digits}f})" for unpruned, pruned in pairs)])
     return aligned(rows)

@@ -9,32 +9,27 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
 
-from rlsprune.app.config.experiment import HELD_OUT_SHARE
-from rlsprune.app.config.fit import BATCH_NORM_RATE, LEARNING_RATES, FitConfig
-from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES
+from rlsprune.app.config.fit import FitConfig
 from rlsprune.app.data.arrays import read_npz
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.data.errors import DataError
 from rlsprune.app.data.folders import Channels, read_image_folder
 from rlsprune.app.fit.model import find_builder, find_layout, load_weights
+from rlsprune.app.run.build import build_recipe, hold_out
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.observer import Observer
-from rlsprune.app.run.pruning import RLSPruning
 from rlsprune.app.run.recipe import Recipe
-from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.distributed.torchrun import leads
 from rlsprune.io import modelfile
 from rlsprune.io.export import export_onnx
-from rlsprune.optim.rls import RLS
 from rlsprune.training.loop import evaluate
 
 __all__ = ["ONNX_PACKAGES", "fit", "load_own_data", "make_own_recipe", "missing_onnx_packages"]
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_TITLE = ("experiment", "method", "optimizer", "seed")
 
 
 def fit(config: FitConfig, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
@@ -85,10 +80,9 @@ def load_own_data(config: FitConfig) -> Dataset:
         raise DataError(path, problem, "Give a folder of images or an .npz file as --data")
     if config.augment is not None and len(loaded.shape) != 3:
         raise ValueError(f"--augment is for images (N, C, H, W): {path} has entries of shape {loaded.shape}")
-    if config.gate == "valid":
-        if len(loaded.train) < 2:
-            raise DataError(path, "it has only one training example", "Give more")
-        loaded = loaded.hold_out(max(1, round(HELD_OUT_SHARE * len(loaded.train))))
+    if config.gate == "valid" and len(loaded.train) < 2:
+        raise DataError(path, "it has only one training example", "Give more")
+    loaded = hold_out(config, loaded)
     if len(loaded.train) % config.batch_size == 1 and len(loaded.train) > 1:
         loaded = loaded.take(len(loaded.train) - 1, seed=None)  # batch norm cannot train on a batch of one
     if config.classes and (config.classes, config.images) != (loaded.classes, _counts(loaded)):
@@ -121,44 +115,20 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         if config.weights is not None:
             load_weights(model, Path(config.weights))
 
-    def build_optimizer(model: nn.Module) -> Optimizer:
-        if config.optimizer == "rls":
-            return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=config.training.mean_scale)
-        if config.optimizer == "sgd":
-            return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
-        return AdamW(model.parameters(), lr=lr)
-
-    def build_method(model: nn.Module, optimizer: Optimizer, example: torch.Tensor) -> NoPruning:
-        if config.method == "none":
-            return NoPruning(model, example)
-        return RLSPruning(model, optimizer, example, config.pruning, config.epochs, config.warmup_epochs)
-
-    values = replace(config, lr=lr, classes=loaded.classes, images=_counts(loaded)).to_dict()
-    recipe = Recipe(
-        config=values,
-        title={**{name: values[name] for name in _TITLE}, "preset": "own"},
+    recipe = build_recipe(
+        replace(config, lr=lr, classes=loaded.classes, images=_counts(loaded)),
+        title={"preset": "own"},
         data=loaded,
         layout=layout,
+        lr=lr,
         build_model=build_model,
         prepare=prepare,
-        build_optimizer=build_optimizer,
-        build_method=build_method,
-        loss=LOSSES[config.loss],
-        gate=config.gate,
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        threads=config.threads,
-        augment=config.augment,
-        training=config.training,
-        on_fault=config.on_fault,
-        deterministic=config.deterministic,
     )
     if config.weights is None:
         return recipe
     prepare(model)  # also: weights that do not fit are found before anything is written
     given = evaluate(model, recipe.evaluation_batches(loaded.test), recipe.loss)
-    return replace(recipe, title={**recipe.title, "given_precision": given.accuracy})
+    return replace(recipe, title={**recipe.title, "given_accuracy": given.accuracy})
 
 
 def _default_rate(config: FitConfig, model: nn.Module) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsprune.app.report.png import Pixel, data_uri
-from rlsprune.app.report.runs import Layer, Run
+from rlsprune.app.report.runs import ReportedLayer, ReportedRun
 from rlsprune.io.atomic import FileError
 
 __all__ = ["Inputs", "Slice", "draw_inputs", "draw_network", "ranges"]
@@ -25,7 +25,7 @@ _GONE: Pixel = (214, 69, 65)
 class Slice:
     """A layer's part of the drawing: half widths from the middle, in thousandths of the widest layer."""
 
-    layer: Layer
+    layer: ReportedLayer
     before: float
     after: float
     before_next: float | None
@@ -47,18 +47,19 @@ class Inputs:
     """Their indices."""
 
 
-def draw_network(layers: Sequence[Layer]) -> list[Slice]:
-    """The layers from the input down, widths to scale."""
-    full = [layer.full_nodes or layer.nodes for layer in layers]
+def draw_network(layers: Sequence[ReportedLayer], unit: str = "channels") -> list[Slice]:
+    """The layers from the input down, widths to scale; what is counted are their "channels" or their "nodes"."""
+    sizes = [getattr(layer, unit) for layer in layers]
+    full = [getattr(layer, f"full_{unit}") or size for layer, size in zip(layers, sizes, strict=True)]
     widest = max(full, default=0) or 1
-    before = [max(_HAIR, 500 * nodes / widest) for nodes in full]
-    after = [max(_HAIR, 500 * layer.nodes / widest) for layer in layers]
+    before = [max(_HAIR, 500 * size / widest) for size in full]
+    after = [max(_HAIR, 500 * size / widest) for size in sizes]
     below: list[tuple[float | None, float | None]] = [*zip(before[1:], after[1:], strict=True), (None, None)]
     rows = zip(layers, before, after, below, strict=False)  # without a layer there is none below either
     return [Slice(layer, was, now, *following) for layer, was, now, following in rows]
 
 
-def draw_inputs(run: Run) -> Inputs | None:
+def draw_inputs(run: ReportedRun) -> Inputs | None:
     """The inputs that the network still reads; None if nothing was pruned of them or the run is not over."""
     summary = run.summary
     if summary is None or summary.get("kept_inputs") is None:
@@ -89,7 +90,7 @@ def ranges(indices: Sequence[int]) -> str:
     return ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in runs)
 
 
-def _shape(run: Run, summary: dict[str, Any]) -> list[int]:
+def _shape(run: ReportedRun, summary: dict[str, Any]) -> list[int]:
     shape = summary.get("input_shape") or []
     sound = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
     if not sound or not all(isinstance(size, int) and 0 < size <= 4096 for size in shape):
@@ -99,7 +100,7 @@ def _shape(run: Run, summary: dict[str, Any]) -> list[int]:
     return shape
 
 
-def _mean(run: Run, summary: dict[str, Any], total: int) -> bytes:
+def _mean(run: ReportedRun, summary: dict[str, Any], total: int) -> bytes:
     """What to show the inputs on: the mean image, or an even grey."""
     text = summary.get("mean_input")
     if text is None:

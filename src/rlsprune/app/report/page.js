@@ -7,8 +7,8 @@
   const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
   const CHARTS = [
     { title: "Loss", log: true, keys: { train_loss: "training", test_loss: "test", gate_loss: "gate's loss", gate_level: "gate: prune below" } },
-    { title: "Precision on the test set", unit: " %", keys: { precision: "precision" } },
-    { title: "What is left of the network", unit: " %", zero: true, keys: { weights_percent: "weights", nodes_percent: "nodes", flops_percent: "FLOPs" } },
+    { title: "Accuracy on the test set", unit: " %", keys: { accuracy: "accuracy" } },
+    { title: "What is left of the network", unit: " %", zero: true, keys: { weights_percent: "weights", flops_percent: "FLOPs" } },
   ];
   let axis = "epoch", cursor = null;
   const charts = [];
@@ -272,7 +272,7 @@
   // --- the page -----------------------------------------------------------------------------------------------------------
 
   const names = [...new Set(runs.flatMap((run) => run.layers.map((layer) => layer.name)))];
-  if (names.length) CHARTS.push({ title: "Nodes left, layer by layer", unit: " %", zero: true, keys: Object.fromEntries(names.map((name) => [`layer ${name}`, name])) });
+  if (names.length) CHARTS.push({ title: "Channels left, layer by layer", unit: " %", zero: true, keys: Object.fromEntries(names.map((name) => [`layer ${name}`, name])) });
   if (!single) home.before(runsLegend);
   for (const chart of CHARTS) home.append(new Chart(chart).element);
   const redraw = () => charts.forEach((chart) => { chart.draw(); chart.list(); });

@@ -17,10 +17,12 @@ from markupsafe import Markup
 
 import rlsprune
 from rlsprune.app.report.figures import draw_inputs, draw_network
-from rlsprune.app.report.runs import NUMBERS, Layer, Run, read_runs
+from rlsprune.app.report.runs import NUMBERS, ReportedLayer, ReportedRun, read_runs
 from rlsprune.io.atomic import replacing
 
 __all__ = ["render", "write_report"]
+
+_NOT_DRAWN = ("seconds", "nodes_percent")
 
 
 def write_report(
@@ -45,14 +47,16 @@ def write_report(
     return Path(out)
 
 
-def render(runs: Sequence[Run], reload_seconds: int | None = None) -> str:
+def render(runs: Sequence[ReportedRun], reload_seconds: int | None = None) -> str:
     """The page's text."""
     script, style = _asset("page.js"), _asset("page.css")
+    unit = "nodes" if any(layer.channels is None for run in runs for layer in run.layers) else "channels"
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"count": _count, "number": _number, "times": _times}
     return environment.from_string(_asset("template.html")).render(
         title=_title(runs),
-        runs=[_view(run) for run in runs],
+        runs=[_view(run, unit) for run in runs],
+        unit=unit,
         data=[_curves(run) for run in runs],
         layers=_all_layers(runs),
         script=Markup(script),
@@ -69,17 +73,17 @@ def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[ReportedRun]) -> str:
     subjects = dict.fromkeys(_subject(run) for run in runs)
     return ", ".join(subjects) if len(runs) == 1 else f"{', '.join(subjects)}: {len(runs)} runs"
 
 
-def _subject(run: Run) -> str:
+def _subject(run: ReportedRun) -> str:
     return str(run.config.get("experiment") or run.label)
 
 
-def _view(run: Run) -> dict[str, Any]:
-    """What the template shows of a run."""
+def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
+    """What the template shows of a run; layers are as wide as they have channels, or nodes in older files."""
     summary = run.summary or {}
     last = run.metrics[-1] if run.metrics else dict.fromkeys(NUMBERS)
     first_prune = next((event for event in run.events if event["kind"] == "prune"), None)
@@ -94,23 +98,22 @@ def _view(run: Run) -> dict[str, Any]:
         "epochs": run.epochs,
         "smaller": _ratio(100, last["weights_percent"]),
         "weights_percent": last["weights_percent"],
-        "nodes_percent": last["nodes_percent"],
         "cheaper": _ratio(100, last["flops_percent"]),
         "flops_percent": last["flops_percent"],
         "faster": _ratio(unpruned_ms, pruned_ms),
         "unpruned_ms": unpruned_ms,
         "pruned_ms": pruned_ms,
         "latency_batch": summary.get("latency_batch"),
-        "precision": summary.get("precision", last["precision"]),
+        "accuracy": summary.get("accuracy", last["accuracy"]),
         "loss": summary.get("loss", last["test_loss"]),
-        "precision_before": first_prune and first_prune["precision_before"],
+        "accuracy_before": first_prune and first_prune["accuracy_before"],
         "first_prune": first_prune and first_prune["epoch"],
         "seconds": sum(line["seconds"] or 0 for line in run.metrics),
         "prunes": sum(event["kind"] == "prune" for event in run.events),
         "events": [event | {"text": _describe(event)} for event in run.events],
         "layers": {layer.name: layer for layer in layers},
-        "total": _total(layers),
-        "network": draw_network(layers),
+        "total": _total(layers, unit),
+        "network": draw_network(layers, unit),
         "inputs": draw_inputs(run),
         "health": summary.get("health"),
         "config": list(_flat(run.config)),
@@ -118,7 +121,7 @@ def _view(run: Run) -> dict[str, Any]:
     }
 
 
-def _about(run: Run) -> Iterator[str]:
+def _about(run: ReportedRun) -> Iterator[str]:
     config = run.config
     for name in ("method", "optimizer"):
         if config.get(name):
@@ -127,20 +130,23 @@ def _about(run: Run) -> Iterator[str]:
         yield f"seed {config['seed']}"
 
 
-def _total(layers: Sequence[Layer]) -> dict[str, int | None]:
+def _total(layers: Sequence[ReportedLayer], unit: str) -> dict[str, float | None]:
     def sums(name: str) -> int | None:
         values = [getattr(layer, name) for layer in layers]
         return None if None in values else sum(values)
 
-    return {name: sums(name) for name in ("nodes", "weights", "full_nodes", "full_weights")}
+    size, full_size = sums(unit), sums(f"full_{unit}")
+    share = _ratio(size, full_size)
+    percentage = None if share is None else 100 * share
+    return {"full_size": full_size, "size_percent": percentage, "full_weights": sums("full_weights")}
 
 
-def _all_layers(runs: Sequence[Run]) -> dict[str, Layer]:
+def _all_layers(runs: Sequence[ReportedRun]) -> dict[str, ReportedLayer]:
     """By name, each of the first run that has it."""
     return {layer.name: layer for run in reversed(runs) for layer in run.layers}
 
 
-def _curves(run: Run) -> dict[str, Any]:
+def _curves(run: ReportedRun) -> dict[str, Any]:
     """What the page's script draws of a run."""
     seconds = list(itertools.accumulate(line["seconds"] or 0 for line in run.metrics))
     names = list(dict.fromkeys(layer.name for line in run.metrics for layer in line["layers"]))
@@ -149,7 +155,7 @@ def _curves(run: Run) -> dict[str, Any]:
         "label": run.label,
         "epoch": [line["epoch"] for line in run.metrics],
         "time": [round(second, 2) for second in seconds],
-        "series": {name: [_short(line[name]) for line in run.metrics] for name in NUMBERS if name != "seconds"},
+        "series": {name: [_short(line[name]) for line in run.metrics] for name in NUMBERS if name not in _NOT_DRAWN},
         "layers": [{"name": name, "values": [_short(share.get(name)) for share in shares]} for name in names],
         "events": [{"epoch": event["epoch"], "kind": event["kind"], "text": _describe(event)} for event in run.events],
     }

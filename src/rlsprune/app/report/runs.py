@@ -11,14 +11,14 @@ from typing import Any
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io.atomic import FileError
 
-__all__ = ["NUMBERS", "Layer", "Run", "read_runs"]
+__all__ = ["NUMBERS", "ReportedLayer", "ReportedRun", "read_runs"]
 
 NUMBERS = (
     "train_loss",
     "test_loss",
     "gate_loss",
     "gate_level",
-    "precision",
+    "accuracy",
     "nodes_percent",
     "weights_percent",
     "flops_percent",
@@ -32,14 +32,21 @@ _REMEDY = "restore it, or start the run again"
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer's nodes and weights, at full size and now; None where the files do not tell."""
+class ReportedLayer:
+    """A layer's channels, nodes and weights, at full size and now; None where the files do not tell."""
 
     name: str
     nodes: int
     weights: int
     nodes_percent: float
     weights_percent: float
+    channels: int | None = None
+    """None in files of version 0.1.0."""
+
+    @property
+    def full_channels(self) -> int | None:
+        """Before anything was pruned: every channel has the same number of nodes."""
+        return None if self.channels is None else _whole(self.channels, self.nodes_percent)
 
     @property
     def full_nodes(self) -> int | None:
@@ -53,7 +60,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run as far as it has come."""
 
     path: Path
@@ -67,10 +74,10 @@ class Run:
     environment: dict[str, Any]
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[ReportedLayer]:
         """What is left of the layers now; empty if no epoch is done yet."""
         if self.summary is not None:
-            return [Layer(**row) for row in self.summary["layers"]]
+            return [ReportedLayer(**row) for row in self.summary["layers"]]
         return self.metrics[-1]["layers"] if self.metrics else []
 
     @property
@@ -80,7 +87,7 @@ class Run:
         return planned if isinstance(planned, int) else None
 
 
-def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[ReportedRun]:
     """Reads the folders of runs, finished or not.
 
     Raises:
@@ -98,7 +105,7 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
 
 
-def _read(path: Path, label: str) -> Run:
+def _read(path: Path, label: str) -> ReportedRun:
     folder = RunFolder(path)
     config = folder.read_json("config")
     # A run writes its config first, and the others after its data are loaded.
@@ -109,7 +116,7 @@ def _read(path: Path, label: str) -> Run:
         _check_summary(path / "summary.json", summary)
     metrics = [_epoch(path / "metrics.jsonl", number, line) for number, line in enumerate(lines["metrics"], 1)]
     events = [_event(path / "events.jsonl", number, line) for number, line in enumerate(lines["events"], 1)]
-    return Run(path, label, config, metrics, events, summary, environment)
+    return ReportedRun(path, label, config, metrics, events, summary, environment)
 
 
 def _lines(folder: RunFolder, name: str) -> list[dict[str, Any]]:
@@ -128,7 +135,7 @@ def _epoch(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
 def _event(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
     where = f"line {number}"
     _check_counts(path, where, line, ("epoch",))
-    numbers = ("loss", "precision_before", "precision_after", "epochs_to_recover")
+    numbers = ("loss", "accuracy_before", "accuracy_after", "epochs_to_recover")
     layers = line.get("layers", [])
     for layer in _check_rows(path, where, layers):
         _check_counts(path, where, layer, ("before", "after"))
@@ -142,7 +149,7 @@ def _event(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_summary(path: Path, summary: dict[str, Any]) -> None:
-    for name in ("precision", "loss", "latency_ms", "latency_unpruned_ms", "latency_batch"):
+    for name in ("accuracy", "loss", "latency_ms", "latency_unpruned_ms", "latency_batch"):
         summary[name] = _number(path, "it", summary, name)
     rows = _layers(path, "it", summary.get("layers", []))
     summary["layers"] = [vars(row) for row in rows]
@@ -157,16 +164,17 @@ def _check_summary(path: Path, summary: dict[str, Any]) -> None:
         row["healthy"] = row.get("healthy") is True
 
 
-def _layers(path: Path, where: str, rows: Any) -> list[Layer]:
+def _layers(path: Path, where: str, rows: Any) -> list[ReportedLayer]:
     for row in _check_rows(path, where, rows):
-        _check_counts(path, where, row, ("nodes", "weights"))
+        _check_counts(path, where, row, ("nodes", "weights", *(["channels"] if "channels" in row else [])))
     return [
-        Layer(
+        ReportedLayer(
             row["name"],
             row["nodes"],
             row["weights"],
             _number(path, where, row, "nodes_percent") or 0.0,
             _number(path, where, row, "weights_percent") or 0.0,
+            row.get("channels"),
         )
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""How the paper counts: nodes and weights per layer, and both as percentages of the unpruned network."""
+"""What is left of every layer: channels, and nodes and weights as the paper counts them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INPUT = "input"
 
 @torch.no_grad()
 def count_retained(model: nn.Module, example_inputs: Tensor, zeros: bool = True) -> dict[str, Retained]:
-    """Nodes and weights of every Linear and Conv2d layer, in the order of the forward pass.
+    """Nodes, weights and channels of every Linear and Conv2d layer, in the order of the forward pass.
 
     Args:
         model: Any network; it is run once, in evaluation mode.
@@ -26,11 +26,15 @@ def count_retained(model: nn.Module, example_inputs: Tensor, zeros: bool = True)
         zeros: Whether weights that are exactly zero count.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
-    counts = {INPUT: Retained(_inputs_read(layers, example_inputs), 0)}
+    read = _inputs_read(layers, example_inputs)
+    counts = {INPUT: Retained(read, 0, read)}
 
     def count(name: str, layer: nn.Linear | nn.Conv2d, output: Tensor) -> None:
+        if len(counts) == 1 and isinstance(layer, nn.Conv2d):
+            counts[INPUT] = Retained(read, 0, layer.in_channels)
         weights = layer.weight.numel() if zeros else int(torch.count_nonzero(layer.weight))
-        counts[name] = Retained(output[0].numel(), weights)
+        channels = layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
+        counts[name] = Retained(output[0].numel(), weights, channels)
 
     handles = [
         layer.register_forward_hook(lambda layer, _, output, name=name: count(name, layer, output))
@@ -47,8 +51,8 @@ def count_retained(model: nn.Module, example_inputs: Tensor, zeros: bool = True)
 
 
 def total(counts: Mapping[str, Retained]) -> Retained:
-    """All nodes, inputs among them, and all weights."""
-    return Retained(sum(count.nodes for count in counts.values()), sum(count.weights for count in counts.values()))
+    """All of the network, inputs among them."""
+    return Retained(*map(sum, zip(*counts.values(), strict=True)))
 
 
 def percent(part: float, whole: float) -> float:

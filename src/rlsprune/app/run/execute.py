@@ -181,7 +181,7 @@ class Run:
                 "train_loss": losses.mean,
                 "gate_loss": gate_loss,
                 "test_loss": test.loss,
-                "precision": test.accuracy,
+                "accuracy": test.accuracy,
                 "nodes_percent": nodes_percent,
                 "weights_percent": weights_percent,
                 "flops_percent": percent(self._flops(), self.unpruned.flops),
@@ -233,18 +233,18 @@ class Run:
         images = self.recipe.example(min(self.recipe.batch_size, len(self.data.train)))
         # Both now, one after the other: other work on the machine then slows them alike.
         unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
-        latency_ms, spread = latency(self.model, images)
+        latency_ms, iqr = latency(self.model, images)
         return {
             **self.recipe.title,
             "epochs": self.recipe.epochs,
-            "precision": statistics.fmean(line["precision"] for line in last),
+            "accuracy": statistics.fmean(line["accuracy"] for line in last),
             "loss": statistics.fmean(line["test_loss"] for line in last),
-            "final_precision": final["precision"],
+            "final_accuracy": final["accuracy"],
             "nodes_percent": final["nodes_percent"],
             "weights_percent": final["weights_percent"],
             "flops_percent": final["flops_percent"],
             "latency_ms": latency_ms,
-            "latency_iqr_ms": spread,
+            "latency_iqr_ms": iqr,
             "latency_unpruned_ms": unpruned_ms,
             "latency_batch": len(images),
             "seconds": sum(line["seconds"] for line in metrics),

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from rlsprune.app.run.checkpoints import Checkpoints
+from rlsprune.app.run.earlier import in_todays_words
 from rlsprune.io import modelfile
 from rlsprune.io.atomic import FileError, make_folder, read_text, replacing, storing
 from rlsprune.io.lock import exclusive
@@ -59,7 +60,7 @@ class RunFolder:
         self._write(f"{name}.json", json.dumps(content, indent=2) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Reads `name`.json.
+        """Reads `name`.json, of this version or an earlier one.
 
         Raises:
             FileError: It is missing or damaged.
@@ -71,7 +72,7 @@ class RunFolder:
         self._write(f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
-        """Reads `name`.jsonl.
+        """Reads `name`.jsonl, of this version or an earlier one.
 
         Raises:
             FileError: It is missing or damaged.
@@ -153,7 +154,7 @@ class RunFolder:
             raise FileError(self.path / name, f"it is not JSON ({error})", remedy) from error
         if not isinstance(content, dict):
             raise FileError(self.path / name, "it holds no JSON object", remedy)
-        return content
+        return in_todays_words(content)
 
 
 class FollowedFolder(RunFolder):

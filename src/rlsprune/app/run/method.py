@@ -6,10 +6,10 @@ One epoch of a run is::
                        method.after_backward()     # penalties on gradients, gradient masks
                        optimizer.step()
                        method.after_step()         # masks put on again
-    precision before  (test set, network as it is)
+    accuracy before  (test set, network as it is)
     event = method.end_epoch(epoch, loss)          # may prune
     after the last epoch: event = method.finish()
-    precision after   (only if there was an event)
+    accuracy after   (only if there was an event)
     counts            = method.retained()
 
 The run builds the model and the optimizer; a method gets both, changes the model in place, and cuts the optimizer's
@@ -35,6 +35,8 @@ class Retained(NamedTuple):
     """Features, or channels times the size of their map, that the layer puts out; for ``"input"``: that are read."""
     weights: int
     """Weights without biases that are not zeroed out by the method; 0 for ``"input"``."""
+    channels: int
+    """That the layer puts out: features, or the channels of a convolution; for ``"input"``: that are read."""
 
 
 class Method(Protocol):

@@ -30,7 +30,7 @@ class RLSPruning(NoPruning):
         warmup_epochs: int,
     ) -> None:
         super().__init__(model, example_inputs)
-        self._reunite, self._target, self._spread = settings.reunite, settings.target, settings.spread
+        self._reunite, self._target, self._allocate = settings.reunite, settings.target, settings.allocate
         # However short the run, it prunes once.
         self._last_prune = max(warmup_epochs + 1, epochs - math.ceil(epochs * settings.settle))
         self.pruner = Pruner(
@@ -58,8 +58,8 @@ class RLSPruning(NoPruning):
         self.pruner.follow(copy)
 
     def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
-        """The pruner spreads its events by it, if the settings say so."""
-        if self._spread:
+        """The pruner allocates its events over the layers by it, if the settings say so."""
+        if self._allocate:
             self.pruner.held_out_loss = held_out_loss
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:

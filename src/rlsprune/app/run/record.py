@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rlsprune.app.run.counting import percent, total
+from rlsprune.app.run.earlier import in_todays_words
 from rlsprune.app.run.method import Retained
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.event import PruneEvent
@@ -37,8 +38,8 @@ class Record:
             "epoch": epoch,
             "kind": event.kind,
             "loss": event.loss,
-            "precision_before": before.accuracy,
-            "precision_after": after.accuracy,
+            "accuracy_before": before.accuracy,
+            "accuracy_after": after.accuracy,
             "epochs_to_recover": 0 if after.accuracy >= before.accuracy else None,
             "layers": [{"name": name, "before": old, "after": new} for name, old, new in event.layers],
         }
@@ -46,11 +47,11 @@ class Record:
         return line
 
     def add_epoch(self, metrics: dict[str, Any]) -> None:
-        """Adds an epoch's line, and notes which events its precision has made up for."""
+        """Adds an epoch's line, and notes which events its accuracy has made up for."""
         self.metrics.append(metrics)
         for event in self.events:
             waited = metrics["epoch"] - event["epoch"]
-            recovered = metrics["precision"] >= event["precision_before"]
+            recovered = metrics["accuracy"] >= event["accuracy_before"]
             if event["epochs_to_recover"] is None and waited > 0 and recovered:
                 event["epochs_to_recover"] = waited
 
@@ -59,8 +60,8 @@ class Record:
         return {"metrics": self.metrics, "events": self.events}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from both lists."""
-        self.metrics, self.events = list(state["metrics"]), list(state["events"])
+        """Goes on from both lists, also those of a checkpoint of an earlier version."""
+        self.metrics, self.events = (list(map(in_todays_words, state[name])) for name in ("metrics", "events"))
 
 
 def tail(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> Sequence[Mapping[str, Any]]:
@@ -78,6 +79,7 @@ def layer_rows(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained])
     return [
         {
             "name": name,
+            "channels": count.channels,
             "nodes": count.nodes,
             "weights": count.weights,
             "nodes_percent": percent(count.nodes, unpruned[name].nodes),

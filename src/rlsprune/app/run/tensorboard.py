@@ -21,8 +21,7 @@ _SCALARS = {
     "loss/test": "test_loss",
     "loss/gate": "gate_loss",
     "loss/gate level": "gate_level",
-    "precision": "precision",
-    "retained/nodes %": "nodes_percent",
+    "accuracy": "accuracy",
     "retained/weights %": "weights_percent",
     "retained/FLOPs %": "flops_percent",
     "seconds per epoch": "seconds",
@@ -64,7 +63,7 @@ class TensorBoardObserver(Observer):
             if metrics.get(key) is not None:
                 self._writer.add_scalar(tag, metrics[key], epoch)
         for name, count in counts.items():
-            self._writer.add_scalar(f"nodes/{name}", count.nodes, epoch)
+            self._writer.add_scalar(f"channels/{name}", count.channels, epoch)
         for name, parameter in self._model.named_parameters() if self._model is not None else ():
             self._writer.add_histogram(name.replace(".", "/"), parameter.detach().float().cpu(), epoch)
         self._writer.flush()  # whoever watches sees it now

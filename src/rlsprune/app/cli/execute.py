@@ -1,0 +1,78 @@
+"""How a command carries a run out: what is shown, what is written, and what is said when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rlsprune.app.cli import folders
+from rlsprune.distributed.torchrun import leads
+
+if TYPE_CHECKING:
+    from rlsprune.app.run.folder import RunFolder
+    from rlsprune.app.run.observer import Observer
+
+__all__ = ["Shown", "execute"]
+
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What the user wants to see of a run."""
+
+    quiet: bool
+    as_json: bool = False
+    """The summary and nothing else."""
+    tensorboard: bool = False
+
+
+def execute(
+    command: str,
+    path: Path,
+    train: Callable[[RunFolder, Observer], Summary],
+    shown: Shown,
+    deliver: Callable[[RunFolder, Summary], object] = lambda folder, summary: None,
+) -> None:
+    """Runs, or goes on with a run, and writes its page. Of several processes only rank 0 writes and speaks.
+
+    Args:
+        command: "run" or "fit", to say how to go on.
+        path: The run's folder.
+        train: Gives the summary; called with the folder and who watches.
+        shown: What is said meanwhile and in the end.
+        deliver: Writes further files; called before the page is written.
+    """
+    from rlsprune.app.cli.terminal import describe, observer
+    from rlsprune.app.report import write_report
+
+    folder = folders.open_folder(path)
+    quiet = shown.quiet or shown.as_json or not leads()
+    finished = folder.finished
+    try:
+        summary = train(folder, observer(quiet, path / "tensorboard" if shown.tensorboard and leads() else None))
+    except KeyboardInterrupt:
+        if folder.started:
+            typer.echo(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
+        raise
+    if not leads():
+        return
+    if not finished:
+        deliver(folder, summary)
+        write_report([path], path / "report.html")
+    if shown.as_json:
+        typer.echo(json.dumps(summary))
+        return
+    if finished:
+        typer.echo(f"{path} is finished. {describe(summary)}")
+    if not quiet:
+        if "given_accuracy" in summary:
+            typer.echo(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
+        written = ("model.safetensors", "model.onnx", "pixels.png", "report.html")
+        typer.echo(f"In {path}: {', '.join(name for name in written if (path / name).exists())}")

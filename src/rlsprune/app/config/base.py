@@ -1,0 +1,92 @@
+"""What every run is told, whether of an experiment or of a user's own network. Light to import: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.config.plain import from_plain
+from rlsprune.app.config.settings import ON_FAULT, PruningSettings, TrainingSettings, check_option
+from rlsprune.app.data.augmentation import parse_augmentation
+
+__all__ = ["BATCH_NORM_RATE", "GATES", "HELD_OUT_SHARE", "LEARNING_RATES", "OPTIMIZERS", "BaseConfig", "check_choice"]
+
+OPTIMIZERS = ("rls", "sgd", "adamw")
+GATES = ("train", "batch", "valid")
+
+HELD_OUT_SHARE = 1 / 12
+"""Of the training images, for the gate "valid"; of MNIST's that makes 5,000."""
+
+LEARNING_RATES = {"rls": (0.3, 0.1), "adamw": (1e-3, 1e-3), "sgd": (0.1, 0.01)}
+"""From scratch, and from pretrained weights; measured in docs/settings.md."""
+BATCH_NORM_RATE = 0.1
+"""The highest default of RLS for a network with batch norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """A run, completely: the same config, data and machine give the same numbers."""
+
+    KNOWN_METHODS: ClassVar[tuple[str, ...]]
+    """What `method` may be."""
+    WHAT: ClassVar[str]
+    """What it is the config of, for messages."""
+
+    experiment: str
+    """What the run is called: the experiment, or the model as it was asked for."""
+    method: str
+    optimizer: str
+    loss: str
+    gate: str
+    seed: int
+    epochs: int
+    warmup_epochs: int
+    batch_size: int
+    augment: str | None
+    device: str
+    threads: int
+    pruning: PruningSettings | None
+    """None for methods that are not ours."""
+    training: TrainingSettings
+    on_fault: str = "raise"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("method", self.KNOWN_METHODS),
+            ("optimizer", OPTIMIZERS),
+            ("gate", GATES),
+            ("loss", tuple(LOSSES)),
+            ("on_fault", ON_FAULT),
+        ):
+            check_choice(name, getattr(self, name), choices)
+        if self.augment is not None:
+            parse_augmentation(self.augment)
+        for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
+            self._check_least(name, least)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From what JSON had.
+
+        Raises:
+            ValueError: Names or values are not those of a config.
+        """
+        return from_plain(cls, values, cls.WHAT)
+
+    def _check_least(self, name: str, least: int) -> None:
+        """A number must not be less; None is no number."""
+        value = getattr(self, name)
+        check_option(name, value, value is None or value >= least, f"at least {least}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError, in the words of the command line, unless a value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"--{name.replace('_', '-')} {value} is not valid: choose one of {', '.join(choices)}")

@@ -1,0 +1,87 @@
+"""From a config to the parts of its run, for experiments and for a user's own network alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from rlsprune.app.config.base import HELD_OUT_SHARE, BaseConfig
+from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.data.datasets import Dataset
+from rlsprune.app.run.method import Method
+from rlsprune.app.run.pruning import RLSPruning
+from rlsprune.app.run.recipe import Layout, Recipe
+from rlsprune.app.run.unpruned import NoPruning
+from rlsprune.optim.rls import RLS
+
+__all__ = ["build_method", "build_optimizer", "build_recipe", "hold_out"]
+
+
+def hold_out(config: BaseConfig, data: Dataset) -> Dataset:
+    """The same data, with images held out if the gate looks at them."""
+    return data.hold_out(max(1, round(HELD_OUT_SHARE * len(data.train)))) if config.gate == "valid" else data
+
+
+def build_optimizer(config: BaseConfig, model: nn.Module, lr: float) -> Optimizer:
+    """RLS as the config says, momentum SGD with the paper's settings, or AdamW."""
+    if config.optimizer == "rls":
+        return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=config.training.mean_scale)
+    if config.optimizer == "sgd":
+        return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+    return AdamW(model.parameters(), lr=lr)
+
+
+def build_method(config: BaseConfig, model: nn.Module, optimizer: Optimizer, example_inputs: Tensor) -> Method:
+    """Our own pruning, or none."""
+    if config.pruning is None or config.method == "none":
+        return NoPruning(model, example_inputs)
+    return RLSPruning(model, optimizer, example_inputs, config.pruning, config.epochs, config.warmup_epochs)
+
+
+def build_recipe(
+    config: BaseConfig,
+    *,
+    title: Mapping[str, Any],
+    data: Dataset,
+    layout: Layout,
+    lr: float,
+    build_model: Callable[[], nn.Module],
+    prepare: Callable[[nn.Module], object],
+    method: Callable[[nn.Module, Optimizer, Tensor], Method] | None = None,
+) -> Recipe:
+    """The recipe of a run: what its config says, and what only its command knows.
+
+    Args:
+        config: The run.
+        title: What stands in the summary beside the config's own.
+        data: As `Recipe` has them.
+        layout: As `Recipe` has it.
+        lr: The optimizer's learning rate.
+        build_model: As `Recipe` has it.
+        prepare: As `Recipe` has it.
+        method: Builds what prunes; None for `build_method`.
+    """
+    return Recipe(
+        config=config.to_dict(),
+        title={name: getattr(config, name) for name in ("experiment", "method", "optimizer", "seed")} | dict(title),
+        data=data,
+        layout=layout,
+        build_model=build_model,
+        prepare=prepare,
+        build_optimizer=lambda model: build_optimizer(config, model, lr),
+        build_method=method or partial(build_method, config),
+        loss=LOSSES[config.loss],
+        gate=config.gate,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        threads=config.threads,
+        augment=config.augment,
+        training=config.training,
+        on_fault=config.on_fault,
+        deterministic=config.deterministic,
+    )
