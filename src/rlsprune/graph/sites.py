@@ -15,8 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rlsprune.graph.observe import output_tensors
-from rlsprune.model.calls import ExampleInputs, as_call
+from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
 from rlsprune.model.product import product_of
 
 __all__ = ["Site", "find_sites", "is_sum", "layer_names", "norm_of"]

@@ -117,7 +117,7 @@ class ClosedForm:
                 self._sites,
                 kept,
                 self._batches,
-                lambda name, done, total: self._report(f"refitting: {name}", done, total),
+                on_layer=lambda name, done, total: self._report(f"refitting: {name}", done, total),
             )
         self._report("batch norms", 0, None)
         make_consistent(self._model, self._batches.calls)

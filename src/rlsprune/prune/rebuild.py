@@ -73,6 +73,8 @@ def rebuild(
     sites: Mapping[tuple[str, int], Site],
     kept: Mapping[str, Tensor],
     batches: Batches,
+    *,
+    damping: float = _DAMPING,
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
 ) -> list[str]:
     """Refits every layer of a cut network, in call order, to the outputs of the whole one.
@@ -87,6 +89,7 @@ def rebuild(
         sites: Of the whole network.
         kept: Name of a layer → which of the whole network's output channels it still has; all if not named.
         batches: Inputs; no targets.
+        damping: Towards the weights that a layer has, as a share of the mean square of its inputs.
         on_layer: Told each layer's name, and how many are done of how many.
 
     Returns:
@@ -111,7 +114,7 @@ def rebuild(
             layer = modules[site.layer]
             norms = [modules[name] for name in site.norms]
             on_layer(site.layer, number, len(fitted))
-            if _refit(layer, norms, site, targets, inputs, kept.get(site.layer), seed=number):
+            if _refit(layer, norms, site, targets, inputs, kept.get(site.layer), damping, number):
                 refitted.append(site.layer)
         ours.advance(len(inputs))
         theirs.advance(len(inputs))
@@ -125,6 +128,7 @@ def _refit(
     targets: Sequence[Stop],
     inputs: Sequence[Stop],
     kept: Tensor | None,
+    damping: float,
     seed: int,
 ) -> bool:
     """Gives one layer new weights, if they are better."""
@@ -154,7 +158,7 @@ def _refit(
     else:
         usable, wanted, offset = scale.abs() > 0, own, shift.expand_as(own)
     low, high = _limits(site, scale, offset, usable)
-    fit = _fit(layer, norms, product, rows, wanted, low, high)
+    fit = _fit(layer, norms, product, rows, wanted, low, high, damping)
     if fit is None:
         return False
     weight, intercept = fit
@@ -194,6 +198,7 @@ def _fit(
     wanted: Tensor,
     low: Tensor | None,
     high: Tensor | None,
+    damping: float,
 ) -> tuple[Tensor, Tensor | None] | None:
     """Weight matrix and intercept, ``(groups, n, outputs)`` and ``(groups, outputs)``; None to leave the layer alone."""
     groups, count, width = rows.shape
@@ -215,7 +220,7 @@ def _fit(
         return None
     back = torch.arange(count, device=rows.device) % _HELD_BACK == 0 if count >= 4 * _HELD_BACK else None
     part = slice(None) if back is None else ~back
-    problem = LeastSquares(rows[:, part], weight.to(rows.device), _DAMPING)
+    problem = LeastSquares(rows[:, part], weight.to(rows.device), damping)
     if low is None or high is None:
         solution = problem(targets[:, part])
         clip: Callable[[Tensor], Tensor] = lambda values: values  # noqa: E731
