@@ -394,7 +394,10 @@ class _Front:
         return self._score >= self.points[0].score
 
     def _smaller(self, point: FrontPoint) -> bool:
-        return (point.flops, point.params) <= (self.chosen.flops, self.chosen.params) or point.params < self.chosen.params
+        return (point.flops, point.params) <= (
+            self.chosen.flops,
+            self.chosen.params,
+        ) or point.params < self.chosen.params
 
     def _scored(self) -> float:
         with self._untimed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -127,16 +128,17 @@ def test_a_clipped_fit_reaches_the_optimum_of_the_convex_problem() -> None:
 
     def error(W: Tensor) -> Tensor:
         outputs = X @ W
-        free = ((Y <= low) & (outputs <= low)) | ((Y >= high) & (outputs >= high))
-        nearest = torch.where(Y <= low, low, torch.where(Y >= high, high, Y))
+        free = ((low >= Y) & (outputs <= low)) | ((high <= Y) & (outputs >= high))
+        nearest = torch.where(low >= Y, low, torch.where(high <= Y, high, Y))
         return ((outputs - nearest) * ~free).square().sum()
 
     errors = [float(error(clipped_fit(problem, Y, low, high, rounds))) for rounds in (0, 1, 2, 5, 300)]
     # At first the targets themselves count, beyond the ends of the interval.
-    assert all(after <= before * (1 + 1e-9) for before, after in zip(errors[1:], errors[2:], strict=False))
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(errors))
     W = clipped_fit(problem, Y, low, high, 300).requires_grad_()
     (slope,) = torch.autograd.grad(error(W), W)
-    assert errors[-1] < errors[0] and float(slope.abs().max()) < 0.15 * errors[-1]
+    assert errors[-1] < errors[0]
+    assert float(slope.abs().max()) < 0.15 * errors[-1]
 
 
 @pytest.mark.parametrize("name", ["vgg-bn", "resnet-basic", "densenet", "conv1d"])
@@ -144,7 +146,9 @@ def test_training_mode_computes_what_evaluation_mode_does(name: str) -> None:
     model = ZOO[name].model().double()
     inputs = ZOO[name].inputs(7, batch=32).double()
     before = evaluate(model, inputs)
-    running = [(m.running_mean.clone(), m.momentum) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    running = [
+        (m.running_mean.clone(), m.momentum) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    ]
     assert running
     assert make_consistent(model, [inputs[:20], inputs[20:]]) == []
     torch.testing.assert_close(evaluate(model, inputs), before)
@@ -153,7 +157,9 @@ def test_training_mode_computes_what_evaluation_mode_does(name: str) -> None:
 
 
 def test_batch_norms_that_cannot_be_changed_are_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)
+    )
     assert make_consistent(model, [torch.randn(8, 3)]) == ["1", "2"]
 
 
@@ -174,7 +180,9 @@ def test_a_call_is_its_rows_times_the_weight_matrix(layer: nn.Module) -> None:
     calls = []
 
     class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[type-arg]
+        def __torch_function__(
+            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:  # type: ignore[type-arg]
             product = product_of(func, args, kwargs or {})  # type: ignore[arg-type]
             if product is not None:
                 calls.append(product)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +79,9 @@ def find_sites(model: nn.Module, example_inputs: ExampleInputs) -> dict[tuple[st
     for operation in trace.operations:
         if operation.layer is None:
             continue
-        site, adding = _follow(trace, operation, seen[operation.layer], calls[operation.layer] > 1 or operation.layer in tied)
+        site, adding = _follow(
+            trace, operation, seen[operation.layer], calls[operation.layer] > 1 or operation.layer in tied
+        )
         seen[operation.layer] += 1
         drafts.append((site, adding))
     # Of the summands of one sum, the one that is computed last makes up for the others.
@@ -93,7 +95,7 @@ def find_sites(model: nn.Module, example_inputs: ExampleInputs) -> dict[tuple[st
 
 
 def layer_names(model: nn.Module) -> dict[int, str]:
-    """id of a weight → the first module that has it as a plain parameter."""
+    """Id of a weight → the first module that has it as a plain parameter."""
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -103,7 +105,7 @@ def layer_names(model: nn.Module) -> dict[int, str]:
 
 
 def norm_of(model: nn.Module) -> dict[int, str]:
-    """id of a running mean → the batch norm that has it."""
+    """Id of a running mean → the batch norm that has it."""
     return {
         id(module.running_mean): name
         for name, module in model.named_modules()

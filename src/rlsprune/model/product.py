@@ -48,9 +48,7 @@ class Product:
         if not self.dims:
             return tuple(self.inputs.shape[:-1])
         inputs = self.batched
-        sizes = zip(
-            inputs.shape[2:], self.weight.shape[2:], self.stride, self.padding, self.dilation, strict=True
-        )
+        sizes = zip(inputs.shape[2:], self.weight.shape[2:], self.stride, self.padding, self.dilation, strict=True)
         return len(inputs), *((size + sum(pad) - d * (k - 1) - 1) // s + 1 for size, k, s, pad, d in sizes)
 
     @property
@@ -83,7 +81,8 @@ class Product:
         if output.dim() == self.dims + 1:
             output = output.unsqueeze(0)
         image, *rest = torch.unravel_index(where, self.spatial)
-        return output[(image, slice(None), *rest)]
+        index: list[Tensor | slice] = [image, slice(None), *rest]
+        return output[tuple(index)]
 
 
 def product_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
@@ -119,7 +118,9 @@ def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return tuple(value) * (dims if len(value) == 1 else 1)
 
 
-def _padding(value: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _padding(
+    value: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
     if value == "same":
         total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((size // 2, size - size // 2) for size in total)

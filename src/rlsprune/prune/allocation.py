@@ -104,12 +104,14 @@ class Costs:
 
     def without(self, gone: Mapping[str, float]) -> float:
         """By the share of its units that each group loses."""
-        return self._fixed + sum(self._cost(name, gone) for name in self._cut)
+        total: float = self._fixed + sum(self._cost(name, gone) for name in self._cut)
+        return total
 
     def saved(self, gone: Mapping[str, float], group: str, share: float) -> float:
         """By one of them losing another share than that."""
         changed = {**gone, group: share}
-        return sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
+        saved: float = sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
+        return saved
 
     def savings(self, gone: Mapping[str, float], group: str, shares: Tensor) -> Tensor:
         """By one of them losing each of these shares instead."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from rlsprune.graph import ChannelGraph, Group, Member
+from rlsprune.graph import ChannelGraph, Member
 from rlsprune.graph.sites import Site, layer_names
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import weight_norms
@@ -147,7 +147,7 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader | None:
             last = exact(bias.detach()).view(groups, 1, -1)
         matrix = torch.cat([matrix, last], dim=1)
     counts = exact(seen.scale).view(groups, 1, -1) / max(seen.variance, torch.finfo(torch.float32).tiny) ** 0.5
-    index = input_rows(layer, member.index)  # type: ignore[arg-type]
+    index = input_rows(layer, member.index)
     if width > MOST_INPUTS and groups == 1:
         part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
         return ReaderInRows(part, _damping(part), (matrix * counts)[0], index[0])

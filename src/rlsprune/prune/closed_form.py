@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from rlsprune.graph import Cuts, find_groups, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.calls import ExampleInputs, bare_copy
+from rlsprune.model.cost import latency
 from rlsprune.model.modes import evaluating
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement, exact, memory_format, replace_data
@@ -28,7 +30,7 @@ from rlsprune.statistics.rows import input_rows
 __all__ = ["ClosedForm", "Plan"]
 
 # Steps towards a target that is measured, or counted only when the network is cut.
-_MEASURED_STEPS = 6
+_MEASURED_STEPS, _TURNS = 6, 3
 
 Report = Callable[[str, int, int | None], object]
 """Told what is being done, how much of it is done, and of how much."""
@@ -136,7 +138,6 @@ class ClosedForm:
         proportional = what == "params" or (what == "flops" and self._budget.proportional)
         if proportional:
             return self._planned(what, share)
-        measure = Budget(self._model, self._example, {what: share})
         aim, enough = share, None
         low, high = 0.0, 1.0
         proxy = "flops" if self._budget.proportional else "params"
@@ -144,7 +145,7 @@ class ClosedForm:
             plan = self._planned(proxy, aim)
             self._report(f"measuring {what}", 0, None)
             self._cut(plan)
-            reached = measure.reached()
+            reached = self._relative(what) <= share
             self.restore()
             if reached:
                 low, enough = aim, plan
@@ -152,6 +153,15 @@ class ClosedForm:
                 high = aim
             aim = (low + high) / 2
         return enough or self._planned(proxy, low)
+
+    def _relative(self, what: str) -> float:
+        """Cost of the network as it is, as a share of the whole one's; times are measured in turns."""
+        if what != "latency":
+            return self.costs()[what] / self._budget.original[what]
+        ratios = [
+            latency(self._model, self._example)[0] / latency(self._whole, self._example)[0] for _ in range(_TURNS)
+        ]
+        return statistics.median(ratios)
 
     def _planned(self, what: str, share: float) -> Plan:
         groups = [group for group in self._graph if group.size > 1]
@@ -183,18 +193,18 @@ class ClosedForm:
                 assert isinstance(member.module, nn.Linear)
                 select_inputs(member.module, complement(member.module.in_features, member.index[units].flatten()))
         apply_cuts(self._model, cuts)
-        return {
-            name: stay.nonzero().flatten() for (name, side), stay in cuts.stay.items() if side in ("out", "both")
-        }
+        return {name: stay.nonzero().flatten() for (name, side), stay in cuts.stay.items() if side in ("out", "both")}
 
     def _refit_shared(self, cuts: Cuts) -> None:
         """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
         for name, autocorrelation in self._choice.shared.items():
             stay = cuts.stay.get((name, "in"))
             layer = self._model.get_submodule(name)
-            if stay is None or (name, "out") in cuts.stay and not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+            if stay is None or (
+                (name, "out") in cuts.stay and not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
+            ):
                 continue
-            rows = input_rows(layer, (~stay).nonzero())  # type: ignore[arg-type]
+            rows = input_rows(layer, (~stay).nonzero())
             _compensate(layer, autocorrelation, rows.flatten(1))
 
 

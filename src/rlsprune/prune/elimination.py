@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlsprune.model.tensors import exact
+from rlsprune.model.tensors import exact, sub_matrix
 from rlsprune.statistics.inverse import SampleInverse, cholesky_positive
 
 __all__ = ["Curve", "FixedScores", "Reader", "ReaderInRows", "UnitReader", "eliminate"]
@@ -55,31 +55,50 @@ class Reader:
     def __init__(self, autocorrelation: Tensor, weights: Tensor, rows: Tensor) -> None:
         self._rows = rows.to(autocorrelation.device)
         self._P = torch.cholesky_inverse(cholesky_positive(autocorrelation))
-        self._W = weights.to(self._P).clone()
+        weights = weights.to(self._P)
+        # All that counts of the weights. It is as large as P, however many outputs there are.
+        self._M = weights @ weights.mT
+        self._left = torch.ones(self._P.shape[:2], dtype=torch.bool, device=self._P.device)
 
     def scores(self) -> Tensor:
-        """``tr(W_dᵀ P_dd⁻¹ W_d)`` of each unit d; meaningless for those that are gone."""
+        """``tr(P_dd⁻¹ W_d W_dᵀ)`` of each unit d; meaningless for those that are gone."""
         total = torch.zeros(self._rows.shape[1], dtype=self._P.dtype, device=self._P.device)
-        for P, W, rows in zip(self._P, self._W, self._rows, strict=True):
-            blocks = P[rows[:, :, None], rows[:, None, :]]
-            own = W[rows]
-            total += (own * torch.linalg.solve_ex(blocks, own)[0]).sum((1, 2))
+        for P, M, rows in zip(self._P, self._M, self._rows, strict=True):
+            blocks, own = (matrix[rows[:, :, None], rows[:, None, :]] for matrix in (P, M))
+            solved = own / blocks if rows.shape[1] == 1 else torch.linalg.solve_ex(blocks, own)[0]
+            total += solved.diagonal(dim1=-2, dim2=-1).sum(-1)
         return total.cpu()
 
     def remove(self, units: Tensor) -> None:
         """``W −= P_·d P_dd⁻¹ W_d``, and P becomes that of the inputs that stay."""
-        for P, W, rows in zip(self._P, self._W, self._rows, strict=True):
+        for P, M, rows, left in zip(self._P, self._M, self._rows, self._left, strict=True):
             gone = rows[units.to(rows.device)].flatten()
             columns = P[:, gone]
             factor = cholesky_positive(columns[gone])
-            gain = torch.cholesky_solve(columns.mT, factor)
-            W.addmm_(gain.mT, W[gone], alpha=-1)
-            P.addmm_(columns, gain, alpha=-1)
-            W[gone] = 0
-            P[gone] = 0
-            P[:, gone] = 0
+            gain = torch.cholesky_solve(columns.mT, factor).mT  # P_·d P_dd⁻¹
+            cross = M[:, gone] - gain @ (0.5 * M[gone][:, gone])
+            M.addmm_(cross, gain.mT, alpha=-1)
+            M.addmm_(gain, cross.mT, alpha=-1)
+            P.addmm_(gain, columns.mT, alpha=-1)
+            for matrix in (M, P):
+                matrix[gone] = 0
+                matrix[:, gone] = 0
             # A unit that is gone has a block that can be solved with, so that scores need not leave it out.
             P[gone, gone] = 1
+            left[gone] = False
+        if 2 * int(self._left[0].sum()) < self._P.shape[1]:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops what is gone from the matrices."""
+        stay = [left.nonzero().flatten() for left in self._left]
+        place = self._left.cumsum(1) - 1  # of a unit that is gone: any
+        self._rows = torch.stack([own[rows] for own, rows in zip(place.clamp_min(0), self._rows, strict=True)])
+        self._P, self._M = (
+            torch.stack([sub_matrix(own, which) for own, which in zip(matrix, stay, strict=True)])
+            for matrix in (self._P, self._M)
+        )
+        self._left = torch.ones(self._P.shape[:2], dtype=torch.bool, device=self._P.device)
 
 
 class ReaderInRows:

@@ -75,6 +75,8 @@ def clipped_fit(problem: LeastSquares, targets: Tensor, low: Tensor, high: Tenso
     below, above = targets <= low, targets >= high
     for _ in range(rounds):
         outputs = problem.predicted(weights)
-        free = torch.where(below, torch.minimum(outputs, low), torch.where(above, torch.maximum(outputs, high), targets))
+        free = torch.where(
+            below, torch.minimum(outputs, low), torch.where(above, torch.maximum(outputs, high), targets)
+        )
         weights = problem(free)
     return weights

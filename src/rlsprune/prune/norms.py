@@ -70,8 +70,10 @@ class _Moments:
 
 @torch.no_grad()
 def _restate(norm: _BatchNorm, moments: _Moments) -> None:
-    assert norm.running_mean is not None and norm.running_var is not None
-    assert moments.mean is not None and moments.squares is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert moments.mean is not None
+    assert moments.squares is not None
     before = (norm.running_var.to(moments.mean) + norm.eps).sqrt()
     # Training mode divides by the biased variance, and running statistics hold the unbiased one.
     variance = moments.squares / moments.count

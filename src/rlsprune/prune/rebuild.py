@@ -42,7 +42,7 @@ class Batches(NamedTuple):
         """How many of the pieces can wait at each site together; never fewer at a later site."""
         result: dict[tuple[str, int], int] = {}
         lanes = len(self.calls)
-        for key, site in reversed(sites.items()):
+        for key, site in reversed(list(sites.items())):
             taken = 3 * 4 * site.size * max(self.sizes)
             lanes = max(1, min(lanes, _LIVE_BYTES // max(taken, 1)))
             result[key] = lanes
@@ -170,7 +170,9 @@ def affine_of(norms: Sequence[nn.Module], like: Tensor) -> tuple[Tensor, Tensor]
     """``a`` and ``c`` of the map ``a·z + c`` that batch norms make in evaluation mode."""
     scale, shift = torch.ones_like(like[0]), torch.zeros_like(like[0])
     for norm in norms:
-        assert isinstance(norm, _BatchNorm) and norm.running_var is not None and norm.running_mean is not None
+        assert isinstance(norm, _BatchNorm)
+        assert norm.running_var is not None
+        assert norm.running_mean is not None
         own = torch.rsqrt(norm.running_var + norm.eps)
         if norm.weight is not None:
             own = own * norm.weight
@@ -200,7 +202,7 @@ def _fit(
     high: Tensor | None,
     damping: float,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Weight matrix and intercept, ``(groups, n, outputs)`` and ``(groups, outputs)``; None to leave the layer alone."""
+    """Weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to leave the layer alone."""
     groups, count, width = rows.shape
     dtype = torch.promote_types(rows.dtype, torch.float32)
     weight = exact(product.weight.detach()).reshape(groups, len(product.weight) // groups, -1).mT

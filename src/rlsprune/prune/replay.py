@@ -1,4 +1,4 @@
-"""A network's forward over many batches at once, stopped at every layer, so that the layer can change before it acts."""
+"""A network's forward over many batches at once, stopped at every layer, which can change before it acts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Replay:
         stops = [watch.lane.advance() for watch in self._watches]
         self._stops += 1
         found = [stop for stop in stops if stop is not None]
-        if found and {stop.site.key for stop in found} != {found[0].site.key} or 0 < len(found) < len(stops):
+        if (found and {stop.site.key for stop in found} != {found[0].site.key}) or 0 < len(found) < len(stops):
             names = sorted({stop.site.layer for stop in found})
             raise ValueError(
                 f"the network calls other layers for other inputs (here {', '.join(names)}): shrink needs the same "
@@ -172,7 +172,8 @@ class _Watch(TorchFunctionMode):
             tensor = pending.calls[0]()
             for call in pending.calls[1:]:
                 tensor = call(tensor)
-        return tensor + other
+        made: Tensor = tensor + other
+        return made
 
 
 @dataclass(eq=False)

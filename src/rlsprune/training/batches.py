@@ -22,8 +22,8 @@ Pair = tuple[ExampleInputs, Any]
 def as_pair(batch: Any) -> Pair:
     """Tells inputs from targets.
 
-    A pair is (inputs, targets); a mapping's ``labels`` are its targets; a tensor is inputs alone. Several inputs without
-    targets come as a mapping, or as ``((one, other), None)``.
+    A pair is (inputs, targets); a mapping's ``labels`` are its targets; a tensor is inputs alone. Several inputs
+    without targets come as a mapping, or as ``((one, other), None)``.
     """
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != "labels"}, batch.get("labels")
@@ -95,7 +95,10 @@ class GivenBatches:
             for start, pair, size in zip(starts, pairs, sizes, strict=False)
         ]
         flat = [tree_flatten(part) for part in parts]
-        joined = [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in zip(*(f for f, _ in flat), strict=True)]
+        joined = [
+            torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
+            for leaves in zip(*(f for f, _ in flat), strict=True)
+        ]
         whole = tree_unflatten(joined, flat[0][1])
         total = batch_size(whole[0])
         pieces = [_cut(whole, slice(start, start + max(sizes)), total) for start in range(0, total, max(sizes))]
