@@ -45,8 +45,8 @@ docs: $(BIN)/pip
 soak: $(VENV)/dev.stamp
 	$(BIN)/pytest -m soak
 	RLSPRUNE_FUZZ=1300 $(BIN)/pytest tests/fuzz
-	$(BIN)/python benchmarks/soak_run.py
-	$(BIN)/python benchmarks/soak_inverse.py
+	$(BIN)/python -m benchmarks.speed.soak_run
+	$(BIN)/python -m benchmarks.quality.soak_inverse
 
 # The oldest versions that pyproject.toml allows. Old releases of torch come with several gigabytes of CUDA.
 test-oldest:

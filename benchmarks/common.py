@@ -1,4 +1,4 @@
-"""What the benchmarks share: the paper's networks and loss, the optimizers to compare, and how to time them."""
+"""What the benchmarks share: a training step, the optimizers to compare, and how to time them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, one_hot
 from torch.optim import Optimizer
 from torch.optim import _muon as torch_muon
 
 import rlsprune
+from rlsprune.app.config.losses import mean_squared_error
 
 try:
     from pytorch_optimizer import SOAP, ScalableShampoo
@@ -28,37 +28,11 @@ except ImportError:
 CLASSES = 10
 
 
-def fnn() -> nn.Sequential:
-    """The paper's fully-connected network for MNIST, 784-1024-512-10."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, CLASSES)
-    )
-
-
-def mini_vgg() -> nn.Sequential:
-    """The paper's small VGG for 3×32×32 images, in ``channels_last``."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for stage in ((64, 64), (128, 128), (256,)):
-        for width in stage:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(channels * 4 * 4, 1024), nn.ReLU(), nn.Linear(1024, CLASSES)]
-    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
-
-
-def paper_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The paper's J: half the squared error to the one-hot targets, summed over outputs, averaged over the batch."""
-    targets = one_hot(labels, CLASSES).to(outputs.dtype)
-    return mse_loss(outputs, targets, reduction="sum") / (2 * len(outputs))
-
-
 def train_step(model: nn.Module, optimizers: Iterable[Optimizer], images: Tensor, labels: Tensor) -> None:
     """One full training step."""
     for optimizer in optimizers:
         optimizer.zero_grad()
-    paper_loss(model(images), labels).backward()
+    mean_squared_error(model(images), labels).backward()
     for optimizer in optimizers:
         optimizer.step()
 

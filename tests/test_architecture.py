@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,3 +57,21 @@ def test_imports_point_downwards(path: Path) -> None:
 def test_every_file_is_in_a_known_room() -> None:
     unknown = {room(name_of(path)) for path in FILES} - {*LIBRARY, "app", "__main__"}
     assert not unknown
+
+
+def types_of(path: Path) -> Iterator[str]:
+    """The classes and type aliases of a module that have no leading underscore."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names = [node.name] if isinstance(node, ast.ClassDef) else []
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        yield from (name for name in names if re.fullmatch(r"[A-Z][A-Za-z]*[a-z][A-Za-z]*", name))
+
+
+def test_no_two_types_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for name in types_of(path):
+            homes.setdefault(name, []).append(name_of(path))
+    double = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert not double

@@ -1,8 +1,7 @@
-"""Lightning and accelerate: both end in a smaller network that onnxruntime runs."""
+"""Lightning: training ends in a smaller network that onnxruntime runs."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
 from rlsprune.lightning import PruneCallback
-
-EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_loop.py"
 
 
 def data() -> TensorDataset:
@@ -159,21 +156,3 @@ def test_module_without_example_is_told_what_to_give(tmp_path: Path) -> None:
     module.example_input_array = None
     with pytest.raises(ValueError, match="give example_inputs"):
         trainer(tmp_path, 1, PruneCallback(**SETTINGS)).fit(module, batches())
-
-
-def test_accelerate_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("accelerate_loop", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    monkeypatch.chdir(tmp_path)
-    small = example.train("small")
-    assert sum(p.numel() for p in small.parameters()) < 0.5 * sum(p.numel() for p in example.build_model().parameters())
-    inputs, labels = example.make_data(1).tensors
-    session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
-    outputs = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
-    assert (torch.from_numpy(outputs).argmax(1) == labels).float().mean() > 0.9
-    loaded = rlsprune.load(tmp_path / "small.safetensors", into=example.build_model()).eval()
-    with torch.no_grad():
-        assert np.allclose(outputs, loaded(inputs).numpy(), atol=1e-5)

@@ -36,7 +36,7 @@ def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
 def divided_run(folder: Path) -> dict[str, Any]:
     """Trains a divided network, or alone a whole one, and loads its checkpoint into another."""
     model = divided() if dist.is_initialized() else normed()
-    optimizer = rlsprune.RLS(model, lr=0.3)
+    optimizer = rlsprune.RLS(model, lr=0.3, rank=4)
     train(model, optimizer, (20,), range(10))
     result: dict[str, Any] = {
         "weights": whole(dict(model.named_parameters())),
@@ -50,7 +50,7 @@ def divided_run(folder: Path) -> dict[str, Any]:
             result["refused"] = str(error)
         save_checkpoint(folder / "divided", model, optimizer)
         twin = divided()
-        resumed = rlsprune.RLS(twin, lr=0.1)
+        resumed = rlsprune.RLS(twin, lr=0.1, rank=4)
         load_checkpoint(folder / "divided", twin, resumed)
         train(model, optimizer, (20,), range(10, 13))
         train(twin, resumed, (20,), range(10, 13))
@@ -59,16 +59,16 @@ def divided_run(folder: Path) -> dict[str, Any]:
     return result
 
 
-def pruned(shard: bool) -> tuple[nn.Module, rlsprune.RLS, rlsprune.Pruner]:
+def pruned() -> tuple[nn.Module, rlsprune.RLS, rlsprune.Pruner]:
     """A network to be trained and pruned."""
     model = normed()
-    optimizer = rlsprune.RLS(model, lr=0.3, shard=shard)
+    optimizer = rlsprune.RLS(model, lr=0.3, rank=4)
     return model, optimizer, rlsprune.Pruner(model, optimizer, torch.rand(2, 20), ratio=0.3, warmup_epochs=0)
 
 
 def checkpointed_run(folder: Path) -> dict[str, Any]:
-    """Trains and prunes with shards, and leaves a checkpoint that anyone can load."""
-    model, optimizer, pruner = pruned(shard=True)
+    """Trains and prunes, and leaves a checkpoint that anyone can load."""
+    model, optimizer, pruner = pruned()
     network = DistributedDataParallel(model)
     loss = train(network, optimizer, (20,), range(5))
     event = pruner.step(loss)
@@ -80,7 +80,7 @@ def checkpointed_run(folder: Path) -> dict[str, Any]:
 
 def loaded_run(folder: Path) -> dict[str, Any]:
     """What is loaded, on this number of ranks."""
-    model, optimizer, pruner = pruned(shard=False)
+    model, optimizer, pruner = pruned()
     load_checkpoint(folder / "pruned", model, optimizer, pruner)
     return {"loaded": state_of(model, optimizer), "history": [event.removed for event in pruner.history]}
 

@@ -49,11 +49,11 @@ def held_out_loss(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
     return (model(inputs) - target(inputs)).square().sum() / (2 * len(inputs))
 
 
-def train_and_prune(make: Any, *, shard: bool = False, spread: bool = False, **options: Any) -> dict[str, Any]:
+def train_and_prune(make: Any, *, rank: int | None = 16, spread: bool = False, **options: Any) -> dict[str, Any]:
     """50 steps and two prunes."""
     model = make()
     call = DistributedDataParallel(model) if dist.is_initialized() else model
-    optimizer = rlsprune.RLS(call, lr=0.3, shard=shard)
+    optimizer = rlsprune.RLS(call, lr=0.3, rank=rank)
     pruner = rlsprune.Pruner(call, optimizer, torch.rand(2, *SHAPES[make]), ratio=0.3, criterion="obs", **options)
     if spread:
         pruner.held_out_loss = lambda: held_out_loss(model, SHAPES[make])
@@ -70,7 +70,6 @@ def train_and_prune(make: Any, *, shard: bool = False, spread: bool = False, **o
         "removed": [event.removed for event in events],
         "inverse": {name: optimizer.inverse(name) for name in optimizer._recorders},
         "state": optimizer.state_dict(),
-        "memory": optimizer.memory_usage()["inverse"],
     }
     result = copy.deepcopy(result)  # the training goes on
     train(call, optimizer, SHAPES[make], range(STEPS, STEPS + 3))
@@ -79,7 +78,7 @@ def train_and_prune(make: Any, *, shard: bool = False, spread: bool = False, **o
         for name, p in model.named_parameters():
             p.copy_(result["weights"][name])
     optimizer.close()
-    resumed = rlsprune.RLS(call, lr=0.3, shard=shard)
+    resumed = rlsprune.RLS(call, lr=0.3, rank=rank)
     resumed.load_state_dict(result["state"])
     train(call, resumed, SHAPES[make], range(STEPS, STEPS + 3))
     result["resumed"] = {name: p.detach() for name, p in model.named_parameters()}
@@ -96,22 +95,21 @@ SHAPES[normed] = (20,)
 CASES: dict[str, dict[str, Any]] = {
     "fnn": {"make": normed},
     "cnn": {"make": cnn},
-    "training P": {"make": fnn, "statistics": "training"},
+    "training P": {"make": fnn, "statistics": "training", "rank": None},
+    "training P in factors": {"make": fnn, "statistics": "training", "rank": 4},
     "spread": {"make": cnn, "spread": True, "compensate": False},  # else most cuts cost so little that they are level
 }
 
 
 def equal_runs(folder: Path) -> dict[str, Any]:
-    """Every case, and where there are ranks every case with shards too."""
+    """Every case, and where there are ranks what they alone can do."""
     plain = {name: train_and_prune(**case) for name, case in CASES.items()}
     if not dist.is_initialized():
         return {"plain": plain}
-    shards = {name: train_and_prune(**case, shard=True) for name, case in CASES.items()}
     from distributed import fsdp
 
     result = {
         "plain": plain,
-        "shard": shards,
         "guards": guards(),
         "fsdp": fsdp.divided_run(folder),
         "checkpoint": fsdp.checkpointed_run(folder),

@@ -377,3 +377,17 @@ def test_a_map_that_leads_in_a_circle_is_left_alone() -> None:
     graph = find_groups(Custom(forward, **layers), torch.rand(2, 3, 4, 4))
     assert not any(group.name in ("b", "e") for group in graph)
     assert any("circle" in why for why in graph.skipped.values())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_features_read_by_a_weight_that_reads_something_else_too_are_left_alone(first: bool) -> None:
+    """Cutting the weight for the input would cut it for the hidden layer as well."""
+    a, b = nn.Linear(20, 20), nn.Linear(20, 20)
+    if first:
+        b.weight = a.weight
+    else:
+        a.weight = b.weight
+    model = nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), nn.Linear(20, 3))
+    graph = find_groups(model, torch.rand(1, 20))
+    assert "input" not in [group.name for group in graph]
+    assert "shares its weight with" in graph.skipped["input"]

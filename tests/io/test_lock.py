@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsprune.app.run.folder import RunFolder
+from rlsprune.io.atomic import FileError
 from rlsprune.io.lock import InUseError, exclusive
 
 HOLDER = """
@@ -53,3 +54,15 @@ def test_the_same_process_is_refused_too_and_the_lock_ends_with_an_error(tmp_pat
         fail()
     with exclusive(lock):
         pass
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_what_is_no_file_is_refused_by_name_and_a_link_is_not_followed(tmp_path: Path, kind: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_text("precious")
+    lock = run / ".lock"
+    {"link": lambda: lock.symlink_to(outside), "folder": lock.mkdir, "pipe": lambda: os.mkfifo(lock)}[kind]()
+    with pytest.raises(FileError, match=r"\.lock.*not a regular file.*remove it"), exclusive(lock):
+        pass
+    assert outside.read_text() == "precious"

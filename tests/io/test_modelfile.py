@@ -564,3 +564,14 @@ def test_metadata_of_any_form_loads_or_is_refused(field: str, value: Any, good: 
     for read in (lambda: load(mutant, into=fnn()), lambda: read_metadata(mutant)):
         with contextlib.suppress(FileError):
             read()
+
+
+def test_inference_mode_is_refused_and_the_model_is_as_it_was(path: Path) -> None:
+    model = fnn()
+    save(model, path)
+    other = fnn()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*no_grad"):
+        load(path, into=other)
+    torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
+    other(torch.rand(2, 12)).sum().backward()

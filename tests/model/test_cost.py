@@ -161,7 +161,47 @@ def test_ratio_and_table() -> None:
 
 def test_an_earlier_profile_is_shown_and_nothing_else_is_taken_for_one() -> None:
     assert profile(fnn(), torch.randn(1, 20), before=costs(), min_seconds=0.01).before == costs()
-    with pytest.raises(TypeError, match="give the Profile"):
-        profile(fnn(), torch.randn(1, 20), before=fnn())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="before is a int: give the model as it was, or its Profile"):
+        profile(fnn(), torch.randn(1, 20), before=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         costs() / 2  # type: ignore[operator]
+
+
+def test_two_models_are_measured_in_turns_and_the_ratio_has_quartiles() -> None:
+    whole, small = nn.Linear(400, 400), nn.Linear(400, 20)
+    costs = profile(small, torch.randn(64, 400), before=whole, min_seconds=0.01)
+    assert costs.before is not None
+    assert costs.before.params == 400 * 401
+    ratio = costs.before / costs
+    assert len(costs.before.rounds_ms) == len(costs.rounds_ms) >= 5
+    low, high = ratio.latency_quartiles
+    ratios = sorted(b / a for b, a in zip(costs.before.rounds_ms, costs.rounds_ms, strict=True))
+    assert ratios[0] <= low <= high <= ratios[-1]
+    assert f"({low:.2f}–{high:.2f})" in str(costs)
+    alone = profile(small, torch.randn(64, 400), min_seconds=0.01)
+    assert (costs.before / alone).latency_quartiles is None, "they were not measured in turns"
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module], **options: object) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.recurrent = kind(16, 32, batch_first=True, **options)
+        self.head = nn.Linear(32 * (2 if options.get("bidirectional") else 1), 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.recurrent(self.embedding(tokens))[0][:, -1])
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
+def test_recurrent_layers_and_embeddings_are_counted(
+    kind: type[nn.Module], gates: int, layers: int, bidirectional: bool
+) -> None:
+    """Each gate multiplies the input and the last state by a matrix, at every step and in every direction."""
+    batch, steps, ways = 2, 7, 2 if bidirectional else 1
+    model = Recurrent(kind, num_layers=layers, bidirectional=bidirectional)
+    widths = [16, *[32 * ways] * (layers - 1)]
+    weights = sum(ways * gates * 32 * (width + 32) for width in widths)
+    assert count(model, torch.randint(50, (batch, steps)))[1] == 2 * batch * (steps * weights + 32 * ways * 3)
+    assert weight_count(model) == weights + 50 * 16 + 32 * ways * 3

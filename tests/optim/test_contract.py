@@ -416,7 +416,7 @@ def test_the_global_random_state_is_untouched() -> None:
         ({"mean_scale": 0.0}, "mean_scale=0.0"),
         ({"p0": float("nan")}, "p0=nan"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
-        ({"block_size": 0}, "block_size=0"),
+        ({"rank": 0}, "rank=0"),
         ({"fallback_lr": -0.1}, "fallback_lr=-0.1"),
         ({"dtype": torch.float16}, "dtype=torch.float16"),
         ({"on_fault": "ignore"}, "on_fault='ignore'"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import rlsprune
 from rlsprune.optim import rls
@@ -53,7 +54,14 @@ def alone(layers: list[ReadyLayer], state: State) -> list[list[ReadyLayer]]:
 @pytest.mark.parametrize("poses", [False, True], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"forgetting": 0.97, "weight_decay": 0.01}, {"block_size": 20}, {"frozen": "weight"}, {"frozen": "bias"}],
+    [
+        {},
+        {"forgetting": 0.97, "weight_decay": 0.01},
+        {"rank": None},
+        {"rank": 4},
+        {"frozen": "weight"},
+        {"frozen": "bias"},
+    ],
     ids=str,
 )
 def test_together_as_alone(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], poses: bool) -> None:
@@ -117,8 +125,8 @@ def test_a_deeper_network_takes_no_more_kernels(monkeypatch: pytest.MonkeyPatch,
 
 def held(optimizer: rlsprune.RLS) -> int:
     """Bytes of all storages behind the optimizer's state."""
-    entries = [[*state.get("inverse", ()), state["velocity"]] for state in optimizer.state.values()]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for tensors in entries for t in tensors}
+    tensors = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
@@ -128,7 +136,7 @@ def test_no_more_memory_is_held_than_is_used(copied: bool) -> None:
     model = Repeated(6, bias=False)
     optimizer = rlsprune.RLS(model, lr=0.2)
     steps(model, optimizer, 1)
-    first = optimizer.state[model.body[0].weight]["inverse"][0]
+    first = optimizer.state[model.body[0].weight]["inverse"]["C"]
     assert first.untyped_storage().nbytes() == 6 * first.nbytes
     if copied:
         model, optimizer = copy.deepcopy((model, optimizer))
@@ -143,8 +151,10 @@ def test_no_more_memory_is_held_than_is_used(copied: bool) -> None:
 
 def test_large_layers_are_stepped_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes_of_steps(Repeated(4)) == [1, 1, 4, 4]
-    monkeypatch.setattr("rlsprune.optim.layer_step._MOST_JOINED", 73 * 73 - 1)  # 8 channels of 3×3, and the bias
-    assert sizes_of_steps(Repeated(4)) == [1, 1, 1, 1, 1, 1, 4]
+    monkeypatch.setattr(
+        "rlsprune.optim.layer_step._MOST_JOINED", 24 * 73 - 1
+    )  # rows of C; 8 channels of 3×3, and the bias
+    assert sizes_of_steps(Repeated(4)) == [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "state_dict"])
@@ -177,8 +187,8 @@ def test_the_fault_named_is_the_first_in_the_network() -> None:
     spoilt = Repeated(3)
     optimizer = rlsprune.RLS(spoilt, lr=0.2)
     steps(spoilt, optimizer, 1)
-    optimizer.state[spoilt.body[4].weight]["inverse"][0].mul_(-1e6)
-    with pytest.raises(FloatingPointError, match=r"P \(not positive definite\) of layer 'body\.4'\. Weights"):
+    optimizer.state[spoilt.body[4].weight]["inverse"]["M"].mul_(-1e6)
+    with pytest.raises(FloatingPointError, match=r"not positive definite: P of layer 'body\.4'\. Weights"):
         steps(spoilt, optimizer, 1)
 
 

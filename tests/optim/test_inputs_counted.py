@@ -90,14 +90,6 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
     torch.testing.assert_close(optimizers[0].inverse("2"), optimizers[1].inverse("2"))
 
 
-def test_checkpointed_activations_are_not_kept() -> None:
-    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 30))
-    optimizer = rlsprune.RLS(model)
-    checkpoint(model, torch.rand(4, 30), use_reentrant=False).sum().backward()
-    assert optimizer._recorders["2"].mean is not None
-    assert optimizer._recorders["2"].batch() is None
-
-
 def test_in_place_activations_and_channels_last_change_nothing() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
@@ -128,9 +120,8 @@ def test_a_live_loss_does_not_keep_activations() -> None:
     before = users(inputs)
     loss = model(inputs).sum()
     loss.backward()
-    assert users(inputs) > before
-    optimizer.step()
     assert users(inputs) == before
+    optimizer.step()
     assert loss.requires_grad
 
 

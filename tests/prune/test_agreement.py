@@ -29,7 +29,7 @@ CASES = [
 def test_choices_weights_and_p_over_several_events(make: Callable[[], nn.Sequential], options: dict[str, Any]) -> None:
     model = make().double()
     reference = ReferenceRLS(copy.deepcopy(model), lr=0.3)
-    optimizer = rlsprune.RLS(model, lr=0.3)
+    optimizer = rlsprune.RLS(model, lr=0.3, rank=None)
     example = torch.rand(2, *SHAPES[make]).double()
     pruner = rlsprune.Pruner(model, optimizer, example, ratio=0.5, statistics="training", **options)
     kept: list[int] | None = None

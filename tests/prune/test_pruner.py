@@ -173,10 +173,10 @@ def test_removing_what_is_already_dead_leaves_the_trajectory_as_it_was(inverse: 
     assert trajectories[0][-1] < trajectories[0][0]
 
 
-@pytest.mark.parametrize("block_size", [None, 7])
-def test_a_reset_p_is_that_of_a_new_optimizer_and_only_of_layers_that_lose_inputs(block_size: int | None) -> None:
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_reset_p_is_that_of_a_new_optimizer_and_only_of_layers_that_lose_inputs(rank: int | None) -> None:
     model = fnn().double()
-    settings = {"lr": 0.3, "momentum": 0.0, "p0": 0.5, "block_size": block_size}
+    settings = {"lr": 0.3, "momentum": 0.0, "p0": 0.5, "rank": rank}
     optimizer = rlsprune.RLS(model, **settings)
     pruner = make_pruner(model, optimizer, ratio={"0": 0.5}, inverse="reset")
     train(model, optimizer, (20,), 4)
@@ -191,9 +191,8 @@ def test_a_reset_p_is_that_of_a_new_optimizer_and_only_of_layers_that_lose_input
     fresh = copy.deepcopy(model)
     train(fresh, rlsprune.RLS(fresh, **settings), (20,), 1)
     train(model, optimizer, (20,), 1)
-    if block_size is None:  # what is left of blocks is divided otherwise than a new P would be
-        torch.testing.assert_close(model[2].weight, fresh[2].weight, rtol=1e-9, atol=1e-12)
-        assert not torch.allclose(model[0].weight, fresh[0].weight, rtol=1e-6)
+    torch.testing.assert_close(model[2].weight, fresh[2].weight, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(model[0].weight, fresh[0].weight, rtol=1e-6)
 
 
 def test_an_error_half_way_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +324,22 @@ def test_a_copy_that_could_not_be_rolled_back_is_refused() -> None:
         pruner.follow(copy.deepcopy(model))
 
 
-def test_block_diagonal_p_shrinks_block_by_block() -> None:
-    model, optimizer = trained(cnn, block_size=30)
+@pytest.mark.parametrize("inverse", ["schur", "slice", "reset"])
+@pytest.mark.parametrize("criterion", ["obs", "rls", "rls-paper"])
+def test_no_matrix_of_all_inputs_is_made_of_factors(
+    criterion: str, inverse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained(cnn, rank=4)
+    monkeypatch.setattr("rlsprune.optim.forms.Factored.dense", None)
+    monkeypatch.setattr("rlsprune.statistics.inverse.DenseInverse.__init__", None)
+    pruner = make_pruner(model, optimizer, criterion=criterion, inverse=inverse, statistics="training", ratio=0.4)
+    pruner.prune()
+    train(model, optimizer, (3, 8, 8), 2)
+    assert len(pruner.history) == 1
+
+
+def test_factors_shrink_with_their_layer_beyond_their_rank() -> None:
+    model, optimizer = trained(cnn, rank=4)
     pruner = make_pruner(model, optimizer, statistics="training", ratio=0.4)
     for _ in range(4):
         pruner.prune()
@@ -703,8 +716,8 @@ def test_stop_ends_pruning_and_recovery_is_still_noticed() -> None:
 
 def test_as_in_paper_is_algorithm_1() -> None:
     """The settings of the paper, as its reference has them (tests/reference), and the same choice of channels."""
-    model, optimizer = trained(fnn)
-    twin, twins = trained(fnn)
+    model, optimizer = trained(fnn, rank=None)
+    twin, twins = trained(fnn, rank=None)
     paper = rlsprune.Pruner.as_in_paper(model, optimizer, EXAMPLE, warmup_epochs=0)
     by_hand = rlsprune.Pruner(
         twin,
@@ -721,9 +734,11 @@ def test_as_in_paper_is_algorithm_1() -> None:
     assert paper.step(0.5).removed == by_hand.step(0.5).removed
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
     whole = fnn().double()
-    assert rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole), EXAMPLE)._gate.warmup_epochs == 30
+    assert rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole, rank=None), EXAMPLE)._gate.warmup_epochs == 30
     with pytest.raises(ValueError, match="the optimizer is SGD"):
         rlsprune.Pruner.as_in_paper(whole, torch.optim.SGD(whole.parameters()), EXAMPLE)
+    with pytest.raises(ValueError, match=r"rank=16: RLS\(\.\.\., rank=None\)"):
+        rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole), EXAMPLE)
 
 
 def test_settings_are_keywords_and_arguments_in_another_order_are_told() -> None:
@@ -747,3 +762,60 @@ def test_repr_tells_how_far_pruning_has_come() -> None:
     event = pruner.step(0.5)
     share = 100 * event.params_after / whole
     assert repr(pruner) == f"Pruner(3 groups, {event.params_after:,} parameters ({share:.3g} %), epoch 1, 1 event)"
+
+
+def test_tied_weights_never_leave_a_network_that_does_not_run(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        tied, again = nn.Linear(20, 20), nn.Linear(20, 20)
+        again.weight = tied.weight
+        return nn.Sequential(tied, nn.ReLU(), again, nn.ReLU(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    model, inputs = build(), torch.rand(32, 20)
+    pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs[:1], ratio=0.5)
+    pruner.calibrate([inputs])
+    assert pruner.prune().params_after < pruner.history[0].params_before
+    pruner.save(tmp_path / "small.safetensors")
+    loaded = rlsprune.load(tmp_path / "small.safetensors", into=build())
+    torch.testing.assert_close(loaded(inputs), model(inputs))
+
+
+class NeedsItsWidth(nn.Module):
+    """Runs at its own width, until told to insist on it."""
+
+    insists = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).relu()
+        if self.insists and hidden.shape[-1] != 12:
+            raise IndexError("width")
+        return self.last(hidden)
+
+
+def test_an_event_after_which_the_network_does_not_run_is_undone() -> None:
+    model, inputs = NeedsItsWidth(), torch.rand(32, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, inputs[:1], ratio=0.5)
+    pruner.calibrate([inputs])
+    model.insists = True
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"does not run \(IndexError: width\).*ignore="):
+        pruner.prune()
+    assert_unchanged(before, model, optimizer)
+    assert pruner.history == []
+
+
+def test_inference_mode_is_refused() -> None:
+    model, optimizer = trained(fnn)
+    pruner = make_pruner(model, optimizer, statistics="training")
+    before = everything(model, optimizer)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*no_grad"):
+        pruner.prune()
+    assert_unchanged(before, model, optimizer)
+    with torch.no_grad():
+        assert pruner.prune() is not None
+    train(model, optimizer, (20,), 1)

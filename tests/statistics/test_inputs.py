@@ -92,7 +92,7 @@ def test_exact_p_is_the_inverse_autocorrelation_of_the_rows(make: Any) -> None:
 def test_mean_p_is_the_p_of_rls() -> None:
     model = cnn().double()
     optimizer = rlsprune.RLS(model, lr=0.1)
-    statistics = rlsprune.InputStatistics(model, kind="mean")
+    statistics = rlsprune.InputStatistics(model, kind="training")
     train(model, optimizer, (3, 8, 8))
     for name in ("0", "3", "6", "8"):
         torch.testing.assert_close(statistics.inverse(name), optimizer.inverse(name))

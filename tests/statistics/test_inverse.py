@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsprune.statistics.inverse import Autocorrelation, DenseInverse, Inverse, SampleInverse, complement, from_rows
+from rlsprune.statistics.inverse import Autocorrelation, DenseInverse, FactoredInverse, Inverse, complement, from_rows
 
 DAMPING = 1e-2
 
@@ -18,7 +18,11 @@ def forms(rows: Tensor) -> tuple[Tensor, list[Inverse]]:
     delta = DAMPING * rows.square().mean().item()
     autocorrelation = rows.T @ rows / len(rows) + delta * torch.eye(rows.shape[1]).double()
     P = torch.linalg.inv(autocorrelation)
-    return autocorrelation, [DenseInverse(P), Autocorrelation(autocorrelation), SampleInverse(rows, delta)]
+    return autocorrelation, [
+        DenseInverse(P),
+        Autocorrelation(autocorrelation),
+        FactoredInverse(rows / (len(rows) * delta) ** 0.5, delta),
+    ]
 
 
 @st.composite
@@ -72,7 +76,7 @@ def test_the_cheaper_form_is_taken_and_both_agree() -> None:
     rows = torch.randn(6, 6).double()
     assert isinstance(from_rows(rows, DAMPING), Autocorrelation)
     wide = from_rows(torch.cat([rows, rows], 1), DAMPING)
-    assert isinstance(wide, SampleInverse)
+    assert isinstance(wide, FactoredInverse)
     _, (dense, _, _) = forms(torch.cat([rows, rows], 1))
     units = torch.arange(12).unsqueeze(0)
     torch.testing.assert_close(wide.blocks(units), dense.blocks(units))

@@ -20,19 +20,23 @@ def checksum(tensor: Tensor) -> int:
     return int(bits.sum(dtype=torch.int64))
 
 
-def fingerprint(model: nn.Module, optimizer: Optimizer | None, *, state: bool = True) -> dict[str, Any]:
+def fingerprint(model: nn.Module, optimizer: Optimizer | None, *, values: bool = True) -> dict[str, Any]:
     """Shape and checksum of every parameter, and of all that the optimizer keeps of it.
 
     Args:
         model: The network.
         optimizer: Its optimizer.
-        state: Whether the optimizer's state is the same on all ranks, and so belongs to what they compare.
+        values: Whether values count, or shapes alone.
     """
+
+    def outline(tensor: Tensor) -> tuple[int, ...]:
+        return (*tensor.shape, checksum(tensor)) if values else tuple(tensor.shape)
+
     prints: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        prints[f"the parameter {name!r}"] = (tuple(parameter.shape), checksum(parameter))
-        entries = optimizer.state.get(parameter, {}) if optimizer is not None and state else {}
+        prints[f"the parameter {name!r}"] = outline(parameter)
+        entries = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         for key, value in entries.items():
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            prints[f"the optimizer's {key!r} of {name!r}"] = [(tuple(t.shape), checksum(t)) for t in tensors]
+            prints[f"the optimizer's {key!r} of {name!r}"] = [outline(t) for t in tensors]
     return prints

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from rlsprune.graph.groups import ChannelGraph, Group, Member
@@ -111,4 +111,11 @@ def _keep_input(raw: RawInput, seen: Observation, names: dict[nn.Module, str]) -
             return f"{names[reader]} cannot be cut: {why}"
         if seen.calls[reader] != raw.readers.count(reader):
             return f"{names[reader]} reads other things too"
+        sharing = [name for module, name in names.items() if module is not reader and _has(module, reader.weight)]
+        if sharing:
+            return f"{names[reader]} shares its weight with {sharing[0]}"
     return None
+
+
+def _has(module: nn.Module, parameter: Tensor) -> bool:
+    return any(own is parameter for own in module._parameters.values())

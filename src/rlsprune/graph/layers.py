@@ -25,7 +25,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ModuleAxis:
     """One side of a layer: how many channels, and what shrinks with them."""
 
     size: int
@@ -53,7 +53,7 @@ def sides(module: nn.Module) -> tuple[Side, ...]:
     return ("out",) if isinstance(module, nn.Embedding) else ()
 
 
-def axis_of(module: nn.Module, side: Side) -> Axis:
+def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
     """Describe one side of a layer.
 
     Raises:
@@ -63,28 +63,28 @@ def axis_of(module: nn.Module, side: Side) -> Axis:
         raise ValueError(f"{type(module).__name__} has no channels to remove on its {side!r} side")
     if isinstance(module, nn.Linear):
         if side == "in":
-            return Axis(module.in_features, (Slab("weight", 1),), {"in_features": 1})
-        return Axis(module.out_features, (Slab("weight", 0), Slab("bias", 0)), {"out_features": 1})
+            return ModuleAxis(module.in_features, (Slab("weight", 1),), {"in_features": 1})
+        return ModuleAxis(module.out_features, (Slab("weight", 0), Slab("bias", 0)), {"out_features": 1})
     if isinstance(module, _ConvNd):
         return _conv_axis(module, side)
     if isinstance(module, nn.GroupNorm):
         each = module.num_channels // module.num_groups
         blocks = torch.arange(module.num_channels).view(module.num_groups, each)
         attributes = {"num_channels": 1, "num_groups": each}
-        return Axis(module.num_channels, (Slab("weight", 0), Slab("bias", 0)), attributes, blocks)
+        return ModuleAxis(module.num_channels, (Slab("weight", 0), Slab("bias", 0)), attributes, blocks)
     if isinstance(module, _NormBase):
         slabs = tuple(Slab(name, 0) for name in ("weight", "bias", "running_mean", "running_var"))
-        return Axis(module.num_features, slabs, {"num_features": 1})
+        return ModuleAxis(module.num_features, slabs, {"num_features": 1})
     if isinstance(module, nn.PReLU):
-        return Axis(module.num_parameters, (Slab("weight", 0),), {"num_parameters": 1})
+        return ModuleAxis(module.num_parameters, (Slab("weight", 0),), {"num_parameters": 1})
     assert isinstance(module, nn.Embedding)
-    return Axis(module.embedding_dim, (Slab("weight", 1),), {"embedding_dim": 1})
+    return ModuleAxis(module.embedding_dim, (Slab("weight", 1),), {"embedding_dim": 1})
 
 
-def _conv_axis(module: _ConvNd, side: Side) -> Axis:
+def _conv_axis(module: _ConvNd, side: Side) -> ModuleAxis:
     if side == "both":
         names = {"in_channels": 1, "out_channels": 1, "groups": 1}
-        return Axis(module.out_channels, (Slab("weight", 0), Slab("bias", 0)), names)
+        return ModuleAxis(module.out_channels, (Slab("weight", 0), Slab("bias", 0)), names)
     size = module.in_channels if side == "in" else module.out_channels
     # Ordinary weights are (out, in / groups, …), transposed ones (in, out / groups, …).
     dim = int((side == "in") != module.transposed)
@@ -92,7 +92,7 @@ def _conv_axis(module: _ConvNd, side: Side) -> Axis:
     slabs = (Slab("weight", dim, folded),) + ((Slab("bias", 0),) if side == "out" else ())
     # Groups must stay equally wide, so a unit is the channel at one offset of every group.
     blocks = torch.arange(size).view(module.groups, -1).T if module.groups > 1 else None
-    return Axis(size, slabs, {f"{side}_channels": 1}, blocks)
+    return ModuleAxis(size, slabs, {f"{side}_channels": 1}, blocks)
 
 
 def unprunable(module: nn.Module) -> str | None:

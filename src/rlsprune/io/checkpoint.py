@@ -49,10 +49,11 @@ def save_checkpoint(
     for parameter, entries in optimizer.state.items():
         name = names[parameter]
         for key, value in entries.items():
+            if isinstance(value, dict):
+                parts |= {_join("optimizer", name, key, own): v for own, v in value.items() if isinstance(v, Tensor)}
+                value = {own: v for own, v in value.items() if not isinstance(v, Tensor)}
             if isinstance(value, Tensor):
                 parts[_join("optimizer", name, key)] = value
-            elif isinstance(value, list):
-                parts |= {_join("optimizer", name, key, str(i)): item for i, item in enumerate(value)}
             else:
                 plain.setdefault(name, {})[key] = value
     divided = any(map(is_sharded, model.parameters()))
@@ -104,8 +105,7 @@ def load_checkpoint(
             raise FileError(
                 path, f"it has the state of {name!r}, which the model does not have", "build the same model"
             )
-        if getattr(optimizer, "owns", lambda _: True)(parameters[name]):
-            wanted[key] = _room(parameters[name], outline)
+        wanted[key] = _room(parameters[name], outline)
     load_parts(wanted, checkpoint_id=path / _PARTS, no_dist=find_ranks(model) is None)
     _fill(optimizer, parameters, wanted, state)
     if pruner is not None and state["pruner"] is not None:
@@ -114,7 +114,7 @@ def load_checkpoint(
 
 def _fill(optimizer: Optimizer, parameters: dict[str, Tensor], parts: dict[str, Any], state: dict[str, Any]) -> None:
     """Gives the optimizer what was loaded, by its own way of loading."""
-    states: dict[str, dict[str, Any]] = {name: dict(entries) for name, entries in state["plain"].items()}
+    states: dict[str, dict[str, Any]] = state["plain"]
     for key, value in parts.items():
         kind, name, *rest = _split(key)
         if kind == "optimizer":
@@ -122,9 +122,9 @@ def _fill(optimizer: Optimizer, parameters: dict[str, Tensor], parts: dict[str, 
             if len(rest) == 1:
                 entries[rest[0]] = value
             else:
-                entries.setdefault(rest[0], []).append(value)
+                entries.setdefault(rest[0], {})[rest[1]] = value
     names = {id(parameter): name for name, parameter in parameters.items()}
-    packed = optimizer.state_dict() if not hasattr(optimizer, "owns") else torch.optim.Optimizer.state_dict(optimizer)
+    packed = optimizer.state_dict()
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     packed["state"] = {
         number: states[names[id(parameter)]] for number, parameter in enumerate(order) if names[id(parameter)] in states

@@ -32,14 +32,14 @@ TOLERANCE = 1e-5  # on the outputs, relative to the largest of them if that is a
 
 _TALKATIVE = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes")
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+ExportCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Reference(NamedTuple):
     """What the model gives for one call."""
 
     size: int
-    call: Call
+    call: ExportCall
     outputs: list[Tensor]
 
 
@@ -153,14 +153,14 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _batch_size(call: Call) -> int:
+def _batch_size(call: ExportCall) -> int:
     for leaf in tree_leaves(call):
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
             return int(leaf.shape[0])
     raise ValueError("example_inputs hold no tensor with a batch dimension: give at least one example")
 
 
-def _resized(call: Call, size: int) -> Call:
+def _resized(call: ExportCall, size: int) -> ExportCall:
     """The call with its examples repeated until there are `size`; tensors without the batch dimension stay."""
     batch = _batch_size(call)
 
@@ -169,7 +169,7 @@ def _resized(call: Call, size: int) -> Call:
             return leaf
         return leaf.index_select(0, torch.arange(size, device=leaf.device) % batch)
 
-    resized: Call = tree_map(resize, call)
+    resized: ExportCall = tree_map(resize, call)
     return resized
 
 
@@ -181,7 +181,7 @@ def _on_cpu(leaf: Any) -> Any:
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
-def _references(model: nn.Module, call: Call, path: str | os.PathLike[str]) -> list[_Reference]:
+def _references(model: nn.Module, call: ExportCall, path: str | os.PathLike[str]) -> list[_Reference]:
     """What the model gives for the examples and for one more of them. A batch of one is too small to trace with."""
     batch = _batch_size(call)
     references = []
@@ -196,7 +196,7 @@ def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _dynamic_shapes(call: Call) -> Any:
+def _dynamic_shapes(call: ExportCall) -> Any:
     """Which dimensions are variable, in the form of the arguments: all are positional or all are named."""
     size = _batch_size(call)
     batch = torch.export.Dim("batch", min=1)

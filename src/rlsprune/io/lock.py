@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import platform
+import stat
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
+
+from rlsprune.io.atomic import FileError
 
 __all__ = ["InUseError", "exclusive"]
 
@@ -37,9 +40,10 @@ def exclusive(path: Path) -> Iterator[None]:
 
     Raises:
         InUseError: Someone else holds it; the message says who.
+        FileError: Something else than a regular file has its name.
         OSError: The file cannot be made.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = _open(path)
     try:
         try:
             _lock(descriptor)
@@ -57,6 +61,21 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """The file, made if it is not there; no link is followed, and a pipe is not waited for."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink() or path.is_dir():
+            raise FileError(path, "it is not a regular file, which the lock needs", "remove it") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileError(path, "it is not a regular file, which the lock needs", "remove it")
+    return descriptor
 
 
 def _lock(descriptor: int) -> None:

@@ -20,11 +20,12 @@ from rlsprune.io import compatibility, tensorfile
 from rlsprune.io.tensorfile import DTYPES, TensorFile
 from rlsprune.model.arguments import quoted
 from rlsprune.model.calls import unwrap
+from rlsprune.model.modes import refuse_inference_mode
 from rlsprune.model.selector import check_kept, full_in_features, kept_inputs, set_kept_inputs
 from rlsprune.model.sizes import read_sizes, write_sizes
 from rlsprune.model.tensors import memory_format, replace_data
 
-__all__ = ["load", "read_metadata", "save"]
+__all__ = ["load", "read_checksum", "read_metadata", "save"]
 
 FORMAT = 1
 _KEY = "rlsprune"
@@ -91,7 +92,9 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         FileError: If the file is damaged, not ours, or not of this model.
         ValueError: If the model itself cannot be loaded into.
         OSError: If the file cannot be read.
+        RuntimeError: Inside ``torch.inference_mode()``.
     """
+    refuse_inference_mode("loading")
     model = unwrap(into)
     layers = compatibility.sized_layers(model)
     selecting = {compatibility.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
@@ -121,6 +124,16 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         if isinstance(layer, nn.Linear) and name in kept:
             set_kept_inputs(layer, kept[name], widths[name])
     return into
+
+
+def read_checksum(path: str | os.PathLike[str]) -> str:
+    """The checksum that a file of `save` carries, which tells it from every other; `load` compares the content with it.
+
+    Raises:
+        FileError: If the file is damaged or not ours.
+    """
+    with tensorfile.reading(path, _KEY, _REMEDY) as file:
+        return file.checksum
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:

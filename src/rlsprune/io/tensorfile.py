@@ -62,7 +62,9 @@ class TensorFile:
             raise ValueError(f"it has no {key} metadata: another program wrote it")
         if header.get("format", "pt") != "pt" or header.keys() - {"format", key, _CHECKSUM}:
             raise ValueError("its header holds what was not written there: it was damaged or changed")
-        self._file, self._checksum = file, header[_CHECKSUM]
+        self._file = file
+        self.checksum: str = header[_CHECKSUM]
+        """Of the text and all tensors; `tensors` compares them with it."""
         self.text: str = header[key]
         """The JSON text."""
         self.entries: dict[str, Entry] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -79,7 +81,7 @@ class TensorFile:
     def tensors(self) -> dict[str, Tensor]:
         """All of them, once they are found to be what was written."""
         tensors = {name: self.tensor(name).clone() for name in self.entries}  # clone: off the mapped file
-        if digest(self.text, tensors) != self._checksum:
+        if digest(self.text, tensors) != self.checksum:
             raise ValueError("its data does not match its checksum: it was damaged or changed")
         return tensors
 

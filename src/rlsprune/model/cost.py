@@ -6,8 +6,11 @@ mode, its buffers and the random number generators stay as they are.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import warnings
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,7 @@ __all__ = [
     "ProfileRatio",
     "count",
     "flops_per_weight",
+    "latencies",
     "latency",
     "parameter_count",
     "profile",
@@ -35,6 +39,7 @@ __all__ = [
 ]
 
 _MIN_TIMES = 5  # measurements behind a median, however slow the model
+_ROUND_SECONDS = 5e-3  # in which a small model runs many times
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,10 @@ class Profile:
     params: int
     """Elements of all parameters, each tensor once."""
     weights: int
-    """Of these, the weights of linear and convolution layers: no biases, no scales of norms, no embeddings."""
+    """Of these, the weights of linear, convolution, recurrent, attention and embedding layers: no biases, no scales."""
     flops: int
-    """As `torch.utils.flop_counter` counts matrix products, convolutions and attention; a multiply-add counts as 2."""
+    """As `torch.utils.flop_counter` counts matrix products, convolutions, recurrent layers and attention; a
+    multiply-add counts as 2."""
     latency_ms: float
     """The median time."""
     latency_iqr_ms: float
@@ -56,6 +62,8 @@ class Profile:
     elsewhere from the tensors alive, without what a kernel takes and frees within itself. Inputs are not counted."""
     before: Profile | None = field(default=None, repr=False, compare=False)
     """An earlier profile, shown beside this one."""
+    rounds_ms: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    """The times behind the median. Those of two models that were measured in turns belong together, round by round."""
 
     def __truediv__(self, after: Profile) -> ProfileRatio:
         if not isinstance(after, Profile):
@@ -96,14 +104,26 @@ class ProfileRatio:
         return _ratio(self.before.latency_ms, self.after.latency_ms)
 
     @property
+    def latency_quartiles(self) -> tuple[float, float] | None:
+        """Quartiles of the ratio over the rounds; None unless both models were measured in turns."""
+        before, after = self.before.rounds_ms, self.after.rounds_ms
+        if self.after.before is not self.before or len(before) != len(after) or len(after) < 2:
+            return None
+        ratios = [_ratio(*pair) for pair in zip(before, after, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, high
+
+    @property
     def peak(self) -> float:
         """The ratio of the peak memory."""
         return _ratio(self.before.peak_bytes, self.after.peak_bytes)
 
     def __str__(self) -> str:
-        ratios = (self.params, self.weights, self.flops, self.latency, self.peak)
+        ratios = [f"{ratio:.2f}×" for ratio in (self.params, self.weights, self.flops, self.latency, self.peak)]
+        if self.latency_quartiles is not None:
+            ratios[3] += " ({:.2f}–{:.2f})".format(*self.latency_quartiles)
         rows = [
-            [label, old, new, f"{ratio:.2f}×"]
+            [label, old, new, ratio]
             for (label, old), (_, new), ratio in zip(_rows(self.before), _rows(self.after), ratios, strict=True)
         ]
         return _table([["", "before", "after", "before / after"], *rows])
@@ -112,7 +132,7 @@ class ProfileRatio:
 def profile(
     model: nn.Module,
     example_inputs: ExampleInputs,
-    before: Profile | None = None,
+    before: Profile | nn.Module | None = None,
     *,
     min_seconds: float = 0.2,
 ) -> Profile:
@@ -122,20 +142,30 @@ def profile(
         model: On any device.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, on the model's device. Its
             batch size is that of the measurement.
-        before: An earlier profile to show beside this one, such as that of the unpruned model.
+        before: The unpruned model, to be measured in turns with this one, so that other work on the machine slows both
+            alike; or an earlier profile.
         min_seconds: How long to repeat the inference for its latency.
 
     Examples:
         >>> import torch
-        >>> old = profile(torch.nn.Linear(100, 100), torch.randn(8, 100))
-        >>> new = profile(torch.nn.Linear(100, 50), torch.randn(8, 100), before=old)
-        >>> (old / new).flops
+        >>> whole, half = torch.nn.Linear(100, 100), torch.nn.Linear(100, 50)
+        >>> costs = profile(half, torch.randn(8, 100), before=whole)
+        >>> (costs.before / costs).flops
         2.0
     """
-    if before is not None and not isinstance(before, Profile):
-        raise TypeError(f"before is a {type(before).__name__}: give the Profile of the earlier model")
+    if not isinstance(before, Profile | nn.Module | None):
+        raise TypeError(f"before is a {type(before).__name__}: give the model as it was, or its Profile")
+    models = [before, model] if isinstance(before, nn.Module) else [model]
+    times = latencies(models, example_inputs, min_seconds=min_seconds)
+    earlier = _profile(before, example_inputs, times[0]) if isinstance(before, nn.Module) else before
+    return _profile(model, example_inputs, times[-1], earlier)
+
+
+def _profile(
+    model: nn.Module, example_inputs: ExampleInputs, times: list[float], before: Profile | None = None
+) -> Profile:
     params, flops = count(model, example_inputs)
-    median, iqr = latency(model, example_inputs, min_seconds=min_seconds)
+    median, iqr = _median_and_iqr(times)
     return Profile(
         params=params,
         weights=weight_count(model),
@@ -144,6 +174,7 @@ def profile(
         latency_iqr_ms=iqr,
         peak_bytes=_peak_bytes(model, example_inputs),
         before=before,
+        rounds_ms=tuple(times),
     )
 
 
@@ -173,11 +204,28 @@ def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[st
 def _flops(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, dict[Any, int]]:
     """FLOPs by module and operation, from one run; ``"Global"`` has them all."""
     counter = FlopCounterMode(display=False)
-    # The counter does not know the CPU's fused attention; the products that it is made of cost the same.
-    products = sdpa_kernel(SDPBackend.MATH)
-    with inference(model, example_inputs) as (plain, args, kwargs), plain_attention(), products, counter:
+    with inference(model, example_inputs) as (plain, args, kwargs), _plain_products(), counter:
         plain(*args, **kwargs)
     return {"Global": {}, **counter.get_flop_counts()}
+
+
+@contextlib.contextmanager
+def _plain_products() -> Iterator[None]:
+    """Attention and recurrent layers by the products that they are made of, which cost the same and are counted.
+
+    The counter knows neither the fused attention of the CPU nor the LSTM of oneDNN and the recurrent layers of cuDNN.
+    """
+    with plain_attention(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        onednn = torch.backends.mkldnn.flags(enabled=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of another setting, which is set again to what it is
+            onednn.__enter__()
+        try:
+            yield
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                onednn.__exit__(None, None, None)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -186,13 +234,10 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module) -> int:
-    """The weights of the linear and convolution layers and of attention's projections, as the paper's tables count."""
+    """The weights of linear, convolution, recurrent and embedding layers and of attention's projections, each once."""
     weights: dict[int, int] = {}
     for module in model.modules():
-        names = ["weight"] if isinstance(module, nn.Linear | _ConvNd) else []
-        if isinstance(module, nn.MultiheadAttention):
-            names = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
-        for name in names:
+        for name in _weight_names(module):
             weight = getattr(module, name)
             if weight is not None:
                 owner = module._parameters.get(name)  # a parametrised weight is computed anew at each access
@@ -200,22 +245,62 @@ def weight_count(model: nn.Module) -> int:
     return sum(weights.values())
 
 
-def latency(model: nn.Module, example_inputs: ExampleInputs, *, min_seconds: float = 0.2) -> tuple[float, float]:
-    """Median and interquartile range of the time of one inference, in milliseconds.
+def _weight_names(module: nn.Module) -> list[str]:
+    if isinstance(module, nn.Linear | _ConvNd | nn.Bilinear | nn.Embedding | nn.EmbeddingBag):
+        return ["weight"]
+    if isinstance(module, nn.MultiheadAttention):
+        return ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return [name for name in module._parameters if name.startswith("weight")]
+    return []
 
-    Torch's own threads are used as they are set, and CUDA is waited for.
+
+def latency(model: nn.Module, example_inputs: ExampleInputs, *, min_seconds: float = 0.2) -> tuple[float, float]:
+    """Median and interquartile range of the time of one inference, in milliseconds: see `latencies`."""
+    return _median_and_iqr(latencies([model], example_inputs, min_seconds=min_seconds)[0])
+
+
+def latencies(
+    models: Sequence[nn.Module], example_inputs: ExampleInputs, *, min_seconds: float = 0.2
+) -> list[list[float]]:
+    """Times of one inference of each model, in milliseconds, measured in turns.
+
+    Other work on the machine then slows all models alike, and the ratio of two of them holds. Torch's own threads are
+    used as they are set, and CUDA is waited for.
+
+    Args:
+        models: On the device of the inputs.
+        example_inputs: What they are called with.
+        min_seconds: How long each of them is measured at least.
+
+    Returns:
+        For each model as many times as there were rounds.
     """
-    with inference(model, example_inputs) as (plain, args, kwargs):
-        timer = Timer(
-            "model(*args, **kwargs)",
-            globals={"model": plain, "args": args, "kwargs": kwargs},
-            num_threads=torch.get_num_threads(),
-        )
-        times = list(timer.blocked_autorange(min_run_time=min_seconds).times)
-        while len(times) < _MIN_TIMES:
-            times += timer.timeit(1).times
+    times: list[list[float]] = [[] for _ in models]
+    with contextlib.ExitStack() as stack:
+        timers = [_timer(*stack.enter_context(inference(model, example_inputs))) for model in models]
+        first = [timer.timeit(1).median for timer in timers]  # it warms up, and tells how many make a round
+        runs = [max(1, round(_ROUND_SECONDS / max(seconds, 1e-9))) for seconds in first]
+        spent = 0.0
+        while spent < min_seconds * len(models) or len(times[0]) < _MIN_TIMES:
+            for own, timer, number in zip(times, timers, runs, strict=True):
+                seconds = timer.timeit(number).median
+                own.append(seconds * 1e3)
+                spent += seconds * number
+    return times
+
+
+def _timer(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timer:
+    return Timer(
+        "model(*args, **kwargs)",
+        globals={"model": model, "args": args, "kwargs": kwargs},
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _median_and_iqr(times: list[float]) -> tuple[float, float]:
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return median * 1e3, (high - low) * 1e3
+    return median, high - low
 
 
 def _peak_bytes(model: nn.Module, example_inputs: ExampleInputs) -> int:

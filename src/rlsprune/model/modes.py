@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from rlsprune.model.calls import ExampleInputs, as_call, bare_copy, device_of
 
-__all__ = ["evaluate", "evaluating", "inference", "plain_attention", "preserved"]
+__all__ = [
+    "evaluate",
+    "evaluating",
+    "inference",
+    "plain_attention",
+    "preserved",
+    "refuse_inference_mode",
+    "run_once",
+]
 
 
 @contextlib.contextmanager
@@ -86,6 +94,22 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if buffer._version != version:
                     buffer.copy_(values)
+
+
+def refuse_inference_mode(what: str) -> None:
+    """Raises inside ``torch.inference_mode()``, where tensors are made that can never be trained again."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{what} makes new weights, and those made inside torch.inference_mode() cannot be trained: leave it, "
+            "or use torch.no_grad()"
+        )
+
+
+def run_once(model: nn.Module, example_inputs: ExampleInputs) -> Any:
+    """What the model itself gives for the example, in evaluation mode and without gradients; leaves no trace."""
+    args, kwargs = as_call(example_inputs)
+    with preserved(model), torch.no_grad():
+        return model(*args, **kwargs)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleInputs) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlsprune.model.tensors import host_waits
 
 Check = tuple[list[tuple[int, str]], Tensor]
-"""What is checked, each with its place in the network, and a flag for each, on the device: whether it is finite."""
+"""What is wrong if a check fails, each with its place in the network, and a flag for each, on the device."""
 
 _MOST_UNDER_WAY = 16  # steps that the host may be ahead of an accelerator before it waits
 
@@ -64,7 +64,7 @@ class FaultWatch:
         if not failed:
             return False
         message = (
-            f"not finite: {failed[0]}{f' (and {len(failed) - 1} more)' if len(failed) > 1 else ''}. Weights and P are "
+            f"{failed[0]}{f' (and {len(failed) - 1} more)' if len(failed) > 1 else ''}. Weights and P are "
             "as before that step. Check the data and the loss, or lower lr; optimizer.check() tells the health "
             "of P and optimizer.reset() renews it"
         )
@@ -93,14 +93,14 @@ class _Look:
         return self._event is None or bool(self._event.query())
 
     def failed(self) -> list[str]:
-        """What was not finite."""
+        """What is wrong."""
         if self._event is not None:
             self._event.synchronize()
         return _failed(self._names, self._flags)
 
 
 def _failed(names: list[tuple[int, str]], flags: Tensor) -> list[str]:
-    """What was not finite, in the order of the network: the cause comes before what it has spoilt."""
+    """What is wrong, in the order of the network: the cause comes before what it has spoilt."""
     if flags.all():
         return []
     failed = [name for name, ok in zip(names, flags.tolist(), strict=True) if not ok]

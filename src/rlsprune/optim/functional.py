@@ -67,69 +67,39 @@ def forget_(P: Tensor, forgetting: float, limit: float) -> None:
         P[..., part, :].mul_(d[..., part, None] * d[..., None, :])
 
 
+def all_finite(gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
+    """Of each group, whether all entries of its gradient are finite (and below 1e19, whose square is not)."""
+    finite: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2)).isfinite()
+    return finite if bias_gradient is None else finite & torch.linalg.vector_norm(bias_gradient, dim=1).isfinite()
+
+
 def velocity_step_(
     weight_velocity: Tensor,
     bias_velocity: Tensor | None,
-    left: Tensor,
-    right: tuple[Tensor, Tensor | None],
+    gradient: Tensor,
+    bias_gradient: Tensor | None,
+    P: Tensor,
     *,
     momentum: float,
     scale: Tensor,
 ) -> None:
-    """Eq. (21) in place: ``Ψ ← α·Ψ − (η/h)·P∇``, with the preconditioned gradient given as ``left @ right``.
-
-    The two ways of computing ``P∇W`` (equal in result, :func:`direct_factors` and :func:`batch_factors`) differ in how
-    they split the product; neither makes a temporary of the preconditioned gradient.
+    """Eq. (21) in place: ``Ψ ← α·Ψ − s·P∇``, without a temporary of the preconditioned gradient.
 
     Args:
         weight_velocity: Ψ of the weight as a matrix per group, ``(G, out, n)``.
         bias_velocity: Ψ of the bias, ``(G, out)``, or None.
-        left: ``(G, out, m)``.
-        right: ``(G, m, n)``, and ``(G, m)`` for the bias.
+        gradient: ∇W, ``(G, out, n)``.
+        bias_gradient: ∇b, ``(G, out)``, or None.
+        P: ``(G, n, n)``, one larger with a bias.
         momentum: α.
-        scale: ``η/h`` per group.
+        scale: ``s = η/h`` per group.
     """
-    left = left * -scale[:, None, None]
-    columns, bias_column = right
-    weight_velocity.baddbmm_(left, columns, beta=momentum)
-    if bias_velocity is not None and bias_column is not None:
-        bias_velocity.mul_(momentum).add_((left @ bias_column.unsqueeze(-1)).squeeze(-1))
-
-
-def direct_factors(gradient: Tensor, P: Tensor, bias: bool) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """``P∇`` as ``[∇W ∇b] @ P``: costs out·n² and needs the gradient alone.
-
-    Args:
-        gradient: ``[∇W ∇b]``, or ``∇W`` without a bias, ``(G, out, n)``.
-        P: ``(G, n, n)``.
-        bias: Whether the last of the n inputs is the bias's.
-    """
-    return gradient, ((P[..., :-1], P[..., -1]) if bias else (P, None))
-
-
-def batch_factors(inputs: Tensor, deltas: Tensor, P: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """``P∇`` of a Linear layer as ``Δᵀ @ (X P)``, for ``∇W = Δᵀ X``: costs m·n·(n + out) for m rows.
-
-    Args:
-        inputs: X, ``(m, n)``, without the bias column.
-        deltas: Δ, the loss's gradient at the layer's output, ``(m, out)``.
-        P: ``(1, n, n)``, or one larger if the layer has a bias.
-    """
-    left, matrix, n = deltas.t().unsqueeze(0), P[0], inputs.shape[-1]
-    if matrix.shape[-1] == n:
-        return left, ((inputs @ matrix).unsqueeze(0), None)
-    # The always-1 column of X adds the bias row of P to every row of the product. The bias's own column is computed
-    # apart: a product n columns wide is faster than one of n + 1.
-    product = torch.addmm(matrix[n, :n], inputs, matrix[:n, :n])
-    bias_column = torch.addmv(matrix[n, n], inputs, matrix[:n, n])
-    return left, (product.unsqueeze(0), bias_column.unsqueeze(0))
-
-
-def mean_product(product: tuple[Tensor, Tensor | None]) -> Tensor:
-    """``u = P x`` from the rows of ``X P`` (:func:`batch_factors`), whose mean it is."""
-    columns, bias_column = product
-    u = columns.mean(1)
-    return u if bias_column is None else torch.cat([u, bias_column.mean(1, keepdim=True)], dim=1)
+    if bias_velocity is None or bias_gradient is None:
+        weight_velocity.baddbmm_(gradient * -scale[:, None, None], P, beta=momentum)
+        return
+    left = torch.cat([gradient, bias_gradient.unsqueeze(-1)], dim=-1).mul_(-scale[:, None, None])
+    weight_velocity.baddbmm_(left, P[..., :-1], beta=momentum)
+    bias_velocity.mul_(momentum).add_((left @ P[..., -1:]).squeeze(-1))
 
 
 def mean_rows(inputs: Tensor, dtype: torch.dtype) -> Tensor:

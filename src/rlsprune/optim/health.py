@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from rlsprune.optim.forms import Form
 
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """Health of one layer's P, over all its groups and blocks."""
+    """Health of one layer's P, over all its groups."""
 
     name: str
     inputs: int
@@ -33,19 +32,14 @@ class LayerHealth:
         )
 
 
-def layer_health(name: str, blocks: list[Tensor]) -> LayerHealth:
-    """Measures P, given as diagonal blocks ``(groups, b, b)``, in float64 on the CPU."""
-    exact = [P.detach().to(device="cpu", dtype=torch.float64) for P in blocks]
-    if all(P.isfinite().all() for P in exact):
-        eigenvalues = torch.cat([torch.linalg.eigvalsh(P).flatten() for P in exact])
-        smallest, largest = eigenvalues.min().item(), eigenvalues.max().item()
-    else:
-        smallest = largest = float("nan")
+def layer_health(name: str, form: Form) -> LayerHealth:
+    """Measures P in float64 on the CPU."""
+    eigenvalues = form.eigenvalues()
     return LayerHealth(
         name=name,
-        inputs=sum(P.shape[-1] for P in exact),
-        smallest_eigenvalue=smallest,
-        largest_eigenvalue=largest,
-        trace=sum(P.diagonal(dim1=-2, dim2=-1).sum().item() for P in exact),
-        asymmetry=max((P - P.mT).abs().max().item() for P in exact),
+        inputs=eigenvalues.shape[-1],
+        smallest_eigenvalue=eigenvalues.min().item(),
+        largest_eigenvalue=eigenvalues.max().item(),
+        trace=eigenvalues.sum().item(),
+        asymmetry=form.asymmetry(),
     )

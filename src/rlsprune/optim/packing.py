@@ -11,7 +11,7 @@ from torch import Tensor
 from rlsprune.model.tensors import is_sharded
 
 # Entries of `optimizer.state[parameter]`, always checkpointed.
-INVERSE = "inverse"  # of a weight: P as a list of diagonal blocks, each (groups, b, b)
+INVERSE = "inverse"  # of a weight: P, as :mod:`rlsprune.optim.forms` keeps it
 VELOCITY = "velocity"  # of any parameter: Ψ, of its shape
 
 State = Mapping[Tensor, dict[str, Any]]
@@ -69,5 +69,6 @@ def unpack_all(state: State, parameters: Iterable[Tensor]) -> None:
     for entries in (state[p] for p in parameters if p in state):
         if VELOCITY in entries:
             unpack(entries, VELOCITY)
-        for number in range(len(entries.get(INVERSE, ()))):
-            unpack(entries[INVERSE], number)
+        inverse = entries.get(INVERSE, {})
+        for key in [key for key, value in inverse.items() if isinstance(value, Tensor)]:
+            unpack(inverse, key)

@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from rlsprune.model.tensors import full_precision, host_waits
@@ -21,18 +21,17 @@ from rlsprune.optim.layers import Layer, mean_input
 
 
 class Recorder:
-    """Collects one layer's mean input, and where it pays the batch itself, over the backward passes before a step."""
+    """Collects one layer's mean input over the backward passes before a step."""
 
-    def __init__(self, dtype: torch.dtype | None, groups: int = 1, *, shared: bool = False, fsdp: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype | None, groups: int = 1, *, fsdp: bool = False) -> None:
         """Starts with nothing collected.
 
         Args:
             dtype: Of the mean; None for float32, or the weight's if wider.
             groups: Of the layer.
-            shared: The gradient is that of several processes' batches, so this one's batch is not worth keeping.
             fsdp: The gradient leaves the parameter that the layer is called with as soon as it arrives.
         """
-        self.dtype, self.groups, self.shared, self.fsdp = dtype, groups, shared, fsdp
+        self.dtype, self.groups, self.fsdp = dtype, groups, fsdp
         self.clear()
 
     def clear(self) -> None:
@@ -41,10 +40,9 @@ class Recorder:
         """Mean input over all rows collected, ``(groups, n)``, or None if no gradient arrived."""
         self._rows: float | Tensor = 0
         self._backward_id: int | None = None
-        self._batches: list[tuple[Tensor, Tensor]] | None = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "groups": self.groups, "shared": self.shared, "fsdp": self.fsdp}
+        return {"dtype": self.dtype, "groups": self.groups, "fsdp": self.fsdp}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -53,15 +51,6 @@ class Recorder:
     def empty(self) -> bool:
         """Whether gradients arrived, but only of batches without a single row."""
         return self.mean is None and self._backward_id is not None
-
-    def batch(self) -> tuple[Tensor, Tensor] | None:
-        """The rows X and the gradients Δ at the layer's output with ``∇W = Δᵀ X``, if they were kept."""
-        if not self._batches:
-            return None
-        if len(self._batches) == 1:
-            return self._batches[0]
-        inputs, deltas = zip(*self._batches, strict=True)
-        return torch.cat(inputs), torch.cat(deltas)
 
     def precision(self, weight: Tensor) -> torch.dtype:
         """The dtype of P and of the mean input: as asked for, else float32 or the weight's if wider."""
@@ -102,39 +91,17 @@ class Recorder:
         self.groups = getattr(layer, "groups", 1)
         with torch.no_grad(), full_precision(inputs.device):
             mean, rows = mean_input(layer, inputs.detach(), self.precision(layer.weight))
-        kept = inputs.detach() if self._worth_keeping(layer, inputs, output, rows) else None
-        output.register_hook(_Arrival(self, leaf, mean, rows, kept))  # type: ignore[no-untyped-call]
-
-    def _worth_keeping(self, layer: Layer, inputs: Tensor, output: Tensor, rows: int) -> bool:
-        """Whether ``Δᵀ(X P)`` is cheaper than ``∇W P``, and X would be kept for the backward pass anyway."""
-        if not isinstance(layer, nn.Linear) or self.shared or host_waits(inputs.device) or self._batches is None:
-            # Telling whether the gradient was edited takes a look at values.
-            return False
-        out, n = layer.weight.shape
-        rows += sum(len(batch) for batch, _ in self._batches)
-        return (
-            rows * (n + out) < n * out
-            and inputs.dtype == output.dtype == layer.weight.dtype == self.precision(layer.weight)
-            # Inside activation checkpointing or offloading, keeping X would undo what the user asked for.
-            and not _saved_tensors_are_handled()
-        )
+        output.register_hook(_Arrival(self, leaf, mean, rows))  # type: ignore[no-untyped-call]
 
     def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
         """As :meth:`observe` and the gradient after it, in one: what compiled code calls."""
         self.groups = getattr(layer, "groups", 1)
         with torch.no_grad(), full_precision(inputs.device):
             mean, rows = mean_input(layer, inputs, self.precision(layer.weight))
-        batch = None
-        if self._worth_keeping(layer, inputs, delta, rows):
-            # Copies: compiled code uses its buffers again.
-            batch = (
-                inputs.reshape(-1, inputs.shape[-1]).clone(),
-                delta.reshape(-1, delta.shape[-1]).clone(),
-            )
         leaf = layer.weight if layer.weight.requires_grad or layer.bias is None else layer.bias
-        self.commit(leaf.grad is None, mean, rows, batch)
+        self.commit(leaf.grad is None, mean, rows)
 
-    def commit(self, grad_is_none: bool, mean: Tensor, rows: int, batch: tuple[Tensor, Tensor] | None) -> None:
+    def commit(self, grad_is_none: bool, mean: Tensor, rows: int) -> None:
         """Adds a batch whose gradient has arrived.
 
         A gradient that is None before a new backward pass was dropped by the user, and what was collected with it goes
@@ -148,17 +115,13 @@ class Recorder:
             return
         self._rows += rows
         self.mean = mean if self.mean is None else self.mean.to(mean.device).lerp(mean, rows / self._rows)
-        if batch is None:
-            self._batches = None
-        elif self._batches is not None:
-            self._batches.append(batch)
 
 
 class _Arrival:
     """Waits at a layer's output for the gradient of one forward pass."""
 
-    def __init__(self, recorder: Recorder, leaf: Tensor, mean: Tensor, rows: int, inputs: Tensor | None) -> None:
-        self.recorder, self.leaf, self.mean, self.rows, self.inputs = recorder, leaf, mean, rows, inputs
+    def __init__(self, recorder: Recorder, leaf: Tensor, mean: Tensor, rows: int) -> None:
+        self.recorder, self.leaf, self.mean, self.rows = recorder, leaf, mean, rows
         self.accumulator = get_gradient_edge(leaf).node
 
     def __call__(self, delta: Tensor) -> None:
@@ -167,11 +130,7 @@ class _Arrival:
                 return
         except RuntimeError:  # torch.autograd.grad of the parameter itself: nothing is accumulated in .grad
             return
-        batch = None
-        if self.inputs is not None:
-            batch = (self.inputs.reshape(-1, self.inputs.shape[-1]), delta.detach().reshape(-1, delta.shape[-1]))
-            self.inputs = None  # a loss that stays alive must not keep the activations
-        self.recorder.commit(self.leaf.grad is None, self.mean, self.rows, batch)
+        self.recorder.commit(self.leaf.grad is None, self.mean, self.rows)
 
 
 class ForwardHook:
@@ -207,9 +166,3 @@ class ForwardHook:
         if recorder is not None:
             recorder.observe(layer, inputs, output)
         return None
-
-
-def _saved_tensors_are_handled() -> bool:
-    """Whether what autograd saves goes through the user's hooks. Releases of torch before 2.7 do not tell: perhaps."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None

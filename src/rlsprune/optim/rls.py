@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,9 +17,10 @@ from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import unwrap
 from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
 from rlsprune.optim.faults import FaultWatch
+from rlsprune.optim.forms import Form, copied, form_of, initial_entry, moved, upgraded
 from rlsprune.optim.health import LayerHealth, layer_health
-from rlsprune.optim.layer_step import LayerStep, ReadyLayer, block_sizes, equal_layers, initial_blocks
-from rlsprune.optim.layers import Layer, divide
+from rlsprune.optim.layer_step import LayerStep, ReadyLayer, equal_layers
+from rlsprune.optim.layers import divide
 from rlsprune.optim.packing import INVERSE, VELOCITY, unpack_all
 from rlsprune.optim.recorder import ForwardHook, Recorder
 from rlsprune.optim.sgd_step import PlainStep
@@ -27,9 +28,6 @@ from rlsprune.optim.team import Team
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-# A layer whose P would be larger than this gets a warning at construction.
-LARGE_INVERSE_BYTES = 2**30
 
 
 class RLS(Optimizer):
@@ -44,6 +42,10 @@ class RLS(Optimizer):
         W ← W + Ψ
         P ← (P − (k/h)·u uᵀ) / λ
 
+    P is kept in factors, ``P⁻¹ = β(I + CᵀC)`` with up to ``rank`` rows in C and a buffer of half as many: a layer of
+    n inputs costs 1.5·rank·n numbers and two thin products. It is exact until C is full; from then on C keeps its
+    strongest directions. ``rank=None`` keeps P whole, n×n, as in the paper.
+
     All other parameters (batch norm, embeddings, …) are trained by momentum SGD in the last parameter group, so one
     optimizer trains any network. There is one parameter group per preconditioned layer, with the layer's ``"name"``,
     so that the paper's η^l is that group's ``"lr"``.
@@ -56,7 +58,6 @@ class RLS(Optimizer):
       a frozen bias (or weight) of a trained layer counts as having a zero gradient.
     - Several backward passes before a step (gradient accumulation): the mean input is averaged over them by rows.
     - Weight decay is decoupled: ``W ← (1 − η·decay)·W`` before the step.
-    - When not to use it: layers with tens of thousands of inputs, unless ``block_size`` is set, since P has n² entries.
 
     Examples:
         >>> import torch, rlsprune
@@ -72,17 +73,17 @@ class RLS(Optimizer):
     def __init__(
         self,
         model: nn.Module,
+        *,
         lr: float = 1.0,  # η
         momentum: float = 0.5,  # α
         forgetting: float = 1.0,  # λ
         mean_scale: float = 0.1,  # k
         p0: float = 1.0,
+        rank: int | None = 16,
         weight_decay: float = 0.0,
-        block_size: int | None = None,
         fallback_lr: float = 0.1,
         dtype: torch.dtype | None = None,
         on_fault: str = "raise",
-        shard: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
         """Registers one forward hook per layer; see the class for what each setting does.
@@ -95,15 +96,14 @@ class RLS(Optimizer):
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
             mean_scale: k > 0, the weight of a batch's mean input in P.
             p0: P starts at p0·I. With 1, η is an ordinary learning rate.
+            rank: How many directions of the mean inputs P keeps apart, with a buffer of half as many: 1.5·rank·n
+                numbers for n inputs. Layers with at most 3·rank inputs keep P whole, which is smaller. None: all do.
             weight_decay: Decoupled weight decay.
-            block_size: P as diagonal blocks of at most this many inputs (whole channels, at least one).
             fallback_lr: Learning rate of the momentum SGD for every other parameter.
             dtype: Of P; None for float32, or the weight's if wider. Never half.
-            on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite. Either
-                way nothing has changed. On an accelerator a later step tells, since looking at once would make the
-                host wait; :meth:`report_faults` waits and tells.
-            shard: With several processes, keep P and velocity of a layer, and compute its step, on one of them alone
-                (balanced by cost), which sends the new weights to the others. With one process it changes nothing.
+            on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite, or
+                whose input is too large for the dtype of P. Either way nothing has changed. On an accelerator a later
+                step tells, since looking at once would make the host wait; :meth:`report_faults` waits and tells.
             process_group: The processes that train this model together, each with its share of every batch; None for
                 those of the DistributedDataParallel wrapper, or all, if ``torch.distributed`` is initialised. Their
                 mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.
@@ -115,7 +115,7 @@ class RLS(Optimizer):
         check_argument("p0", p0, 0 < p0 < math.inf, "a number > 0")
         check_argument("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a number ≥ 0")
         check_argument("fallback_lr", fallback_lr, 0 <= fallback_lr < math.inf, "a number ≥ 0")
-        check_argument("block_size", block_size, block_size is None or block_size >= 1, "None or at least 1")
+        check_argument("rank", rank, rank is None or rank >= 1, "None or at least 1")
         check_argument("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
         check_argument(
             "dtype", dtype, dtype in (None, torch.float32, torch.float64), "None, torch.float32 or torch.float64"
@@ -130,18 +130,16 @@ class RLS(Optimizer):
         ranks = find_ranks(model, process_group)
         model = unwrap(model)
         parts = divide(model)
-        self._block_size, self._fallback_lr = block_size, fallback_lr
+        self._rank, self._fallback_lr = rank, fallback_lr
         self._faults = FaultWatch(on_fault)
         self._recorders = {
             name: Recorder(
                 dtype,
                 getattr(layers[0], "groups", 1),
-                shared=ranks is not None,
                 fsdp=is_sharded(layers[0].weight),
             )
             for name, layers in parts.layers.items()
         }
-        self._probes: dict[str, Tensor] = {}
         self._unseen: set[str] = set()
         self._handles: list[RemovableHandle] | None = []
 
@@ -153,14 +151,13 @@ class RLS(Optimizer):
         if parts.others:
             groups.append({"params": [p for _, p in parts.others], "name": "fallback", "preconditioned": False})
         super().__init__(groups, {"lr": lr, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0, **shared})
-        self._team = None if ranks is None else Team(ranks, self.param_groups, shard, block_size)
+        self._team = None if ranks is None else Team(ranks, self.param_groups)
 
         for name, layers in parts.layers.items():
             for layer in layers:
                 hook = ForwardHook(self._recorders[name], layer)
                 # First of all hooks: that of fully_shard takes the weight away.
                 self._handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
-            self._warn_if_large(name, layers[0])
         forget_compiled_code()
         for name, reason in parts.left_out.items():
             warnings.warn(f"layer {name!r} is trained by momentum SGD, not RLS: {reason}", stacklevel=2)
@@ -220,8 +217,6 @@ class RLS(Optimizer):
         steps: list[LayerStep | PlainStep] = []
         checks = [] if self._team is None else self._team.share_means(self.param_groups, self._recorders)
         for place, group in enumerate(self.param_groups):
-            if self._team is not None and not self._team.owns(group):
-                continue
             trained = [p for p in group["params"] if p.grad is not None]
             if not group["preconditioned"]:
                 steps += PlainStep.prepare(place, group, trained, group["lr"])
@@ -243,8 +238,6 @@ class RLS(Optimizer):
             return
         for step in steps:
             step.apply(self.state, gates[step.device])
-        if self._team is not None:
-            self._team.publish(self.param_groups)
 
     def _ready(self, place: int, group: dict[str, Any]) -> ReadyLayer | None:
         """What the layer's step starts from, or None if its forward was never seen."""
@@ -261,146 +254,96 @@ class RLS(Optimizer):
             return None
         mean = recorder.mean.to(weight.device)
         state = self.state[weight]
-        blocks = state.get(INVERSE)
-        if blocks is None:
-            blocks = state[INVERSE] = initial_blocks(mean, weight, group["p0"], self._block_size)
-        elif blocks[0].device != mean.device or blocks[0].dtype != mean.dtype:  # the model was moved
-            blocks = state[INVERSE] = [P.to(mean) for P in blocks]
-        batch = recorder.batch() if len(blocks) == 1 else None
-        probed = None if batch is None else (*batch, self._probe(name, mean.shape[-1], batch[0]))
-        return ReadyLayer(place, group, weight, bias, mean, probed)
-
-    def _probe(self, name: str, size: int, like: Tensor) -> Tensor:
-        probe = self._probes.get(name)
-        if probe is None or len(probe) != size or probe.dtype != like.dtype:
-            generator = torch.Generator().manual_seed(size)  # the global random state is the user's
-            probe = self._probes[name] = torch.randn(size, generator=generator, dtype=like.dtype)
-        return probe
+        entry = state.get(INVERSE)
+        # A model that was moved takes its P along.
+        state[INVERSE] = initial_entry(mean, group["p0"], self._rank) if entry is None else moved(entry, mean)
+        return ReadyLayer(place, group, weight, bias, mean)
 
     # --- P ------------------------------------------------------------------------------------------------------------
 
     def inverse(self, name: str) -> Tensor:
         """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution.
 
-        A copy if the layer's P is kept in blocks or by another rank, else, until the next step, the matrix itself. With
-        ``shard=True`` all ranks have to call this together.
+        Made from its factors for this call, if it is kept in factors; else, until the next step, the matrix itself.
+
+        Raises:
+            RuntimeError: The layer was not trained yet.
         """
-        blocks = self.blocks(self._group(name)["params"][0])
-        if blocks is None:
+        form = self.form(self._group(name)["params"][0])
+        if form is None:
             raise RuntimeError(f"layer {name!r} has no P yet: it starts with the first step that trains the layer")
-        if len(blocks) > 1:
-            dense = torch.stack(
-                [
-                    torch.block_diag(*parts)  # type: ignore[no-untyped-call]
-                    for parts in zip(*blocks, strict=True)
-                ]
-            )
-        else:
-            dense = blocks[0]
+        dense = form.dense()
         return dense[0] if len(dense) == 1 else dense
 
-    def blocks(self, weight: Tensor) -> list[Tensor] | None:
-        """P of a layer's weight as diagonal blocks, each (groups, b, b), or None; see `inverse`."""
-        blocks: list[Tensor] | None = self.state.get(weight, {}).get(INVERSE)
-        group = next((g for g in self.param_groups if g["preconditioned"] and g["params"][0] is weight), None)
-        if self._team is not None and self.sharded and group is not None:
-            (held,) = self._team.whole([group | {"params": [weight]}], [None if blocks is None else {INVERSE: blocks}])
-            blocks = None if held is None else held[INVERSE]
-        return blocks
+    def form(self, weight: Tensor) -> Form | None:
+        """P of a layer's weight in the form that it is kept in, or None."""
+        entry = self.state.get(weight, {}).get(INVERSE)
+        return None if entry is None else form_of(entry)
+
+    def inverse_tensors(self, factors_only: bool = False) -> list[Tensor]:
+        """All tensors of all P, in the order of the layers; or of those in factors, which ranks may round otherwise."""
+        entries = [self.state.get(group["params"][0], {}).get(INVERSE, {}) for group in self._layer_groups()]
+        return [
+            value
+            for entry in entries
+            for value in entry.values()
+            if isinstance(value, Tensor) and not (factors_only and "P" in entry)
+        ]
+
+    def _layer_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["preconditioned"]]
 
     def _group(self, name: str) -> dict[str, Any]:
-        for group in self.param_groups:
-            if group["preconditioned"] and group["name"] == name:
+        for group in self._layer_groups():
+            if group["name"] == name:
                 return group
         known = ", ".join(repr(known) for known in self._recorders)
         raise KeyError(f"no preconditioned layer is called {name!r}; there are {known}")
 
-    def _own_blocks(self, name: str) -> list[Tensor] | None:
-        blocks: list[Tensor] | None = self.state.get(self._group(name)["params"][0], {}).get(INVERSE)
-        return blocks
-
     @torch.no_grad()
     def reset(self, name: str | None = None) -> None:
         """Sets P of one layer, or of all, back to p0·I. Weights and velocities stay."""
-        for group in self.param_groups:
-            if group["preconditioned"] and name in (None, group["name"]):
-                for P in self._own_blocks(group["name"]) or ():
-                    P.zero_().diagonal(dim1=-2, dim2=-1).fill_(group["p0"])
-        if name is not None:
-            self._group(name)
+        for group in self._layer_groups() if name is None else [self._group(name)]:
+            form = self.form(group["params"][0])
+            if form is not None:
+                form.reset_(group["p0"])
 
     def check(self, at_most: int | None = None) -> dict[str, LayerHealth]:
-        """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ per layer.
-
-        With ``shard=True``, of the layers whose P this rank keeps.
+        """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ where P is whole.
 
         Args:
-            at_most: Layers with more inputs than this in a block of P are left out; None: all are measured.
+            at_most: Layers with more inputs than this, whose P is whole, are left out; None: all are measured.
         """
         self.report_faults()
-        kept = {name: blocks for name in self._recorders if (blocks := self._own_blocks(name))}
+        forms = {group["name"]: self.form(group["params"][0]) for group in self._layer_groups()}
         return {
-            name: layer_health(name, blocks)
-            for name, blocks in kept.items()
-            if at_most is None or max(P.shape[-1] for P in blocks) <= at_most
+            name: layer_health(name, form)
+            for name, form in forms.items()
+            if form is not None and (at_most is None or form.cost <= at_most)
         }
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of state held by this process, for ``"inverse"`` (all P), ``"velocity"`` and in ``"total"``."""
-        usage = {INVERSE: 0, VELOCITY: 0}
-        for state in self.state.values():
-            usage[INVERSE] += sum(P.nbytes for P in state.get(INVERSE, ()))
-            usage[VELOCITY] += local(state[VELOCITY]).nbytes if VELOCITY in state else 0
+        velocities = [local(state[VELOCITY]) for state in self.state.values() if VELOCITY in state]
+        usage = {INVERSE: sum(t.nbytes for t in self.inverse_tensors()), VELOCITY: sum(t.nbytes for t in velocities)}
         return usage | {"total": sum(usage.values())}
 
-    def _warn_if_large(self, name: str, layer: Layer) -> None:
-        weight = layer.weight
-        sizes = block_sizes(
-            weight.shape[1:].numel(), weight.shape[2:].numel(), layer.bias is not None, self._block_size
-        )
-        groups = getattr(layer, "groups", 1)
-        size = groups * sum(b * b for b in sizes) * self._recorders[name].precision(weight).itemsize
-        if size > LARGE_INVERSE_BYTES:
-            warnings.warn(
-                f"P of layer {name!r} ({sum(sizes)} inputs) takes {size / 2**30:.1f} GiB: set block_size, for example "
-                f"RLS(..., block_size=4096), to keep it in diagonal blocks",
-                stacklevel=3,
-            )
-
     # --- copying, saving, closing -------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int | None:
+        """How many directions P keeps apart; None for P whole."""
+        return self._rank
 
     @property
     def ranks(self) -> Ranks | None:
         """The processes that train together with this one, itself included; None if it is alone."""
         return None if self._team is None else self._team.ranks
 
-    @property
-    def sharded(self) -> bool:
-        """Whether each layer's state is kept by one of several processes alone."""
-        return self._team is not None and self._team.sharded
-
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether this process keeps the state of a parameter: always, but for ``shard=True``."""
-        if self._team is None or not self.sharded:
-            return True
-        return all(self._team.owns(g) for g in self.param_groups if any(p is parameter for p in g["params"]))
-
-    def whole_state(self, states: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
-        """The states of all parameters, in their order, of which every rank has those that it owns."""
-        return list(states) if self._team is None else self._team.whole(self.param_groups, states)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state, from all ranks if it is sharded: all of them have to call this then."""
-        packed = super().state_dict()
-        keys = [key for group in packed["param_groups"] for key in group["params"]]
-        states = self.whole_state([packed["state"].get(key) for key in keys])
-        packed["state"] |= {key: state for key, state in zip(keys, states, strict=True) if state is not None}
-        return packed
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of an optimizer over the same layers; P keeps its precision, whatever the weight's.
 
-        It may come from any number of processes, sharded or not; each keeps what it owns.
+        It may come from any number of processes. P keeps the form it was saved in, whatever this optimizer's ``rank``.
 
         Raises:
             ValueError: Layers or shapes differ. Nothing has changed then.
@@ -412,17 +355,16 @@ class RLS(Optimizer):
                 f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model"
             )
         states: dict[Tensor, dict[str, Any]] = {}
-        own: dict[Any, dict[str, Any]] = {}
         for saved_group, group in zip(saved_groups, groups, strict=True):
             for key, p in zip(saved_group["params"], group["params"], strict=False):
-                saved = state_dict["state"].get(key, {})
+                saved = upgraded(state_dict["state"].get(key, {}))
                 self._check_shapes(group.get("name"), p, saved)
-                if saved and self.owns(p):
-                    states[p] = own[key] = saved
-        super().load_state_dict(state_dict | {"state": own})
+                if saved:
+                    states[p] = saved
+        super().load_state_dict(state_dict)
         for p, saved in states.items():  # torch has cast them to the parameter's dtype
             if INVERSE in saved:
-                self.state[p][INVERSE] = [P.to(p.device, copy=True) for P in saved[INVERSE]]
+                self.state[p][INVERSE] = copied(saved[INVERSE], p.device)
             if VELOCITY in saved:
                 self.state[p][VELOCITY] = placed_like(p, saved[VELOCITY].to(p.device, copy=True))
 
@@ -432,17 +374,17 @@ class RLS(Optimizer):
                 f"layer {name!r}: the saved velocity is of shape {tuple(saved[VELOCITY].shape)}, the parameter of "
                 f"{tuple(p.shape)}: load the pruned model (rlsprune.load) before its optimizer"
             )
-        inputs = sum(P.shape[-1] for P in saved.get(INVERSE, ()))
-        if inputs and inputs - p.shape[1:].numel() not in (0, 1):
+        inputs = form_of(saved[INVERSE]).like.shape[-1] if INVERSE in saved else p.shape[1:].numel()
+        if inputs - p.shape[1:].numel() not in (0, 1):
             raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {p.shape[1:].numel()}")
 
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("_recorders", "_handles", "_block_size", "_faults", "_fallback_lr", "_team")
+        keys = ("_recorders", "_handles", "_rank", "_faults", "_fallback_lr", "_team")
         return super().__getstate__() | {key: self.__dict__[key] for key in keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Loading a state dict comes through here too, with groups and states alone.
-        super().__setstate__({"_probes": {}, "_unseen": set()} | state)
+        super().__setstate__({"_unseen": set()} | state)
         if self._team is not None and self._team.ranks is None:
             self._team = None  # unpickled where there are no other processes
 

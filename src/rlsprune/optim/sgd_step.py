@@ -43,7 +43,7 @@ class PlainStep:
     @property
     def checks(self) -> list[Check]:
         """What must hold before anything is changed."""
-        what = (self.place, f"the gradient in group {self.group.get('name')!r}")
+        what = (self.place, f"not finite: the gradient in group {self.group.get('name')!r}")
         return [([what] * len(self.parameters), all_finite(self.gradients))]
 
     def apply(self, state: State, gate: Tensor | None) -> None:

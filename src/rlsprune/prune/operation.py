@@ -18,7 +18,7 @@ from torch import nn
 
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.model.calls import ExampleInputs
-from rlsprune.model.modes import evaluate, evaluating
+from rlsprune.model.modes import evaluate, evaluating, refuse_inference_mode, run_once
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement, forget_compiled_code
 from rlsprune.optim.rls import RLS
@@ -32,7 +32,7 @@ from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork
 from rlsprune.statistics.inputs import InputStatistics
-from rlsprune.statistics.inverse import DenseInverse, Inverse
+from rlsprune.statistics.inverse import Inverse
 
 HeldOutLoss = Callable[[], float]
 """Gives the loss of the network as it is on held-out data."""
@@ -77,11 +77,14 @@ class Operation:
             The event; None if no unit may go.
         """
         network = self.network
+        refuse_inference_mode("a prune")
         network.meet()
         try:
             with network.undone_on_error() as undo:
                 before = self.measures()
                 removed = self._cut_within_target(held_out_loss, undo)
+                if removed:
+                    self._check_that_it_runs()
                 after = self.measures()
                 if preview:
                     undo()
@@ -179,6 +182,16 @@ class Operation:
         cut_inverses(network.model, network.optimizer, cuts, settings.inverse, known)
         network.cut(cuts)
 
+    def _check_that_it_runs(self) -> None:
+        """Raises before anything is final if the cut network cannot be called any more."""
+        try:
+            run_once(self.network.model, self._example_inputs)
+        except Exception as error:
+            raise RuntimeError(
+                f"without the channels chosen the network does not run ({type(error).__name__}: {error}). Everything "
+                "is as before; name the layer that needs its width in ignore="
+            ) from error
+
     # --- where P comes from -------------------------------------------------------------------------------------------
 
     def _inverses(self, name: str) -> list[Inverse]:
@@ -187,15 +200,13 @@ class Operation:
             return self._sample.inverses(name)
         optimizer = self.network.optimizer
         assert isinstance(optimizer, RLS)
-        blocks = optimizer.blocks(self.network.model.get_parameter(f"{name}.weight" if name else "weight"))
-        if blocks is None:
+        form = optimizer.form(self.network.model.get_parameter(f"{name}.weight" if name else "weight"))
+        if form is None:
             raise RuntimeError(
                 f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
                 "statistics='exact'"
             )
-        if len(blocks) == 1:
-            return [DenseInverse(P) for P in blocks[0]]
-        return [DenseInverse(torch.block_diag(*parts)) for parts in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
+        return form.inverses()
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Samples the inputs that given batches make."""

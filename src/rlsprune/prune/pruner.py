@@ -157,21 +157,25 @@ class Pruner:
 
         Args:
             model: As of `Pruner`.
-            optimizer: `rlsprune.RLS`, whose own P scores.
+            optimizer: `rlsprune.RLS` with ``rank=None``, whose own P scores.
             example_inputs: As of `Pruner`.
             **changes: Settings of `Pruner` that shall differ.
 
         Raises:
-            ValueError: The optimizer is not RLS.
+            ValueError: The optimizer is not RLS with P whole.
 
         Examples:
             >>> import torch, rlsprune
             >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
-            >>> rlsprune.Pruner.as_in_paper(model, rlsprune.RLS(model), torch.rand(1, 8), warmup_epochs=5)
+            >>> rlsprune.Pruner.as_in_paper(model, rlsprune.RLS(model, rank=None), torch.rand(1, 8), warmup_epochs=5)
             Pruner(2 groups, 354 parameters (100 %), epoch 0, no event yet)
         """
         if not isinstance(optimizer, RLS):
             raise ValueError(f"the paper prunes by the P of RLS, and the optimizer is {type(optimizer).__name__}")
+        if optimizer.rank is not None:
+            raise ValueError(
+                f"the paper keeps P whole, and the optimizer has rank={optimizer.rank}: RLS(..., rank=None)"
+            )
         return cls(model, optimizer, example_inputs, **{**AS_IN_PAPER, **changes})
 
     def __repr__(self) -> str:
@@ -423,7 +427,7 @@ def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
     if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "the model is divided by fully_shard, and its parts cannot be cut: train it with "
-            "DistributedDataParallel and RLS(..., shard=True), or prune a whole copy (rlsprune.save its full "
+            "DistributedDataParallel, or prune a whole copy (rlsprune.save its full "
             "state, load it into a plain model, prune, and call fully_shard on that)"
         )
     if not any(p.requires_grad for p in model.parameters()):

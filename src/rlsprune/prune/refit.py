@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
-from rlsprune.model.tensors import complement, memory_format, replace_data, sub_matrix
-from rlsprune.optim.functional import initial_inverse
+from rlsprune.model.tensors import complement, memory_format, replace_data
+from rlsprune.optim.forms import form_of
 from rlsprune.optim.layers import is_layer
 from rlsprune.optim.packing import INVERSE
 from rlsprune.prune.criteria import InverseOf
-from rlsprune.statistics.inverse import DenseInverse, Inverse, Removal
+from rlsprune.statistics.inverse import Inverse, Removal
 from rlsprune.statistics.rows import input_rows, split_matrix, weight_matrix
 
 
@@ -106,42 +106,17 @@ def cut_inverses(
             continue
         done.add(id(weight))
         state = optimizer.state[weight]
-        if is_depthwise(layer):
-            keep = dims[0].to(weight.device)
-            state[INVERSE] = [P[keep] for P in state[INVERSE]]
-        elif how == "schur" and path in removals and len(state[INVERSE]) == 1:
-            left = [removal.left() for removal in removals[path]]
-            state[INVERSE] = [_joined([inverse.P for inverse in left if isinstance(inverse, DenseInverse)])]
-        elif 1 in dims:
-            taps = weight[0, 0].numel()
-            gone = complement(weight.shape[1], dims[1])
-            rows = (gone[:, None] * taps + torch.arange(taps)).flatten()
-            state[INVERSE] = _without(state[INVERSE], rows, how)
-        else:
+        form, depthwise = form_of(state[INVERSE]), is_depthwise(layer)
+        if not depthwise and 1 not in dims:
             continue
+        groups, inputs = form.like.shape[::2]
+        taps = weight[0, 0].numel()
+        gone = torch.empty(0, dtype=torch.long) if depthwise else complement(weight.shape[1], dims[1])
+        rows = (gone[:, None] * taps + torch.arange(taps)).flatten()
         if how == "reset":
             p0 = next(group["p0"] for group in optimizer.param_groups if any(p is weight for p in group["params"]))
-            state[INVERSE] = [initial_inverse(P[..., 0], p0) for P in state[INVERSE]]
-
-
-def _without(blocks: list[Tensor], rows: Tensor, how: str) -> list[Tensor]:
-    """P in diagonal blocks, each ``(groups, b, b)``, without some rows; a block that loses all of them goes."""
-    result, start = [], 0
-    for block in blocks:
-        size = block.shape[-1]
-        own = rows[(rows >= start) & (rows < start + size)] - start
-        start += size
-        if len(own) < size:
-            result.append(_joined([_shrunk(P, own.to(P.device), how) for P in block]) if len(own) else block)
-    return result
-
-
-def _shrunk(P: Tensor, gone: Tensor, how: str) -> Tensor:
-    if how != "schur":
-        return sub_matrix(P, complement(len(P), gone))
-    return DenseInverse(P).without(gone).left().P
-
-
-def _joined(matrices: list[Tensor]) -> Tensor:
-    """``(groups, n, n)``, not copied if there is one."""
-    return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
+            state[INVERSE] = form.anew(len(dims[0]) if depthwise else groups, inputs - len(rows), p0)
+        elif depthwise:
+            state[INVERSE] = form.of_groups(dims[0].to(weight.device))
+        else:
+            state[INVERSE] = form.without(rows.expand(groups, -1), how, removals.get(path, ()))

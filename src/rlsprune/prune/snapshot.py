@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from rlsprune.graph.layers import axis_of, sides
 from rlsprune.model.selector import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
 from rlsprune.model.tensors import replace_data
-from rlsprune.optim.rls import RLS
+from rlsprune.optim.forms import upgraded
 
 
 class Snapshot:
@@ -79,7 +79,6 @@ class Snapshot:
 
     def state_dict(self) -> dict[str, Any]:
         """The snapshot as plain containers, by name, for a checkpoint."""
-        states = [self._state.get(parameter) for parameter in self._order()]
         return {
             "data": self._data,
             "buffers": {
@@ -87,7 +86,7 @@ class Snapshot:
             },
             "attributes": self._attributes,
             "selectors": self._selectors,
-            "state": self._optimizer.whole_state(states) if isinstance(self._optimizer, RLS) else states,
+            "state": [self._state.get(parameter) for parameter in self._order()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,15 +106,11 @@ class Snapshot:
         self._selectors = {name: None if kept is None else tuple(kept) for name, kept in state["selectors"].items()}
         if self._optimizer is not None:
             pairs = zip(self._order(), state["state"], strict=True)
-            own = [(p, entries) for p, entries in pairs if entries is not None and self._owns(p)]
-            self._state = {p: _on_device(entries, p.device) for p, entries in own}
+            self._state = {p: _on_device(upgraded(entries), p.device) for p, entries in pairs if entries is not None}
 
     def _order(self) -> list[Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
-
-    def _owns(self, parameter: Tensor) -> bool:
-        return not isinstance(self._optimizer, RLS) or self._optimizer.owns(parameter)
 
     def _keep(self, value: Any) -> Any:
         """The value with containers of its own; tensors and all else copied or referred to, as was asked."""

@@ -108,12 +108,14 @@ class LiveNetwork:
     # --- several processes --------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Stops if the ranks have come to differ, and broadcasts rank 0's buffers."""
+        """Broadcasts rank 0's buffers and factors of P, and stops if the ranks differ in anything else."""
         if self.ranks is None:
             return
-        sharded = isinstance(self.optimizer, RLS) and self.optimizer.sharded
-        self.ranks.agree("the network", fingerprint(self.model, self.optimizer, state=not sharded))
-        self.ranks.exchange([[buffer for network in (self.model, *self.copies) for buffer in network.buffers()]])
+        self.ranks.agree("the network", fingerprint(self.model, self.optimizer, values=False))
+        buffers = [buffer for network in (self.model, *self.copies) for buffer in network.buffers()]
+        factors = self.optimizer.inverse_tensors(factors_only=True) if isinstance(self.optimizer, RLS) else []
+        self.ranks.exchange([[*buffers, *factors]])
+        self.ranks.agree("the network", fingerprint(self.model, self.optimizer))
 
     def agree(self, what: str, value: object) -> None:
         """Stops if the ranks have come to another value."""

@@ -57,15 +57,15 @@ class InputStatistics:
         Args:
             model: The network.
             kind: ``"exact"``: the inverse autocorrelation of the inputs themselves, from a bounded sample of the most
-                recent rows (convolutions: patches), slightly damped. ``"mean"``: the P that `rlsprune.RLS` would
+                recent rows (convolutions: patches), slightly damped. ``"training"``: the P that `rlsprune.RLS` would
                 have, from the mean input of every batch.
-            mean_scale: The paper's k, of kind ``"mean"``.
-            p0: P starts at p0·I, of kind ``"mean"``.
+            mean_scale: The paper's k, of kind ``"training"``.
+            p0: P starts at p0·I, of kind ``"training"``.
             damping: Of kind ``"exact"``: added to the autocorrelation's diagonal, as a share of its mean.
             ranks: Of kind ``"exact"``: the processes that each see a share of every batch. The sample is then of all of
                 them, and they have to ask for it together.
         """
-        check_argument("kind", kind, kind in ("exact", "mean"), "'exact' or 'mean'")
+        check_argument("kind", kind, kind in ("exact", "training"), "'exact' or 'training'")
         self._mean_scale, self._p0, self._damping, self._ranks = mean_scale, p0, damping, ranks
         self._everything = False
         self.active = True

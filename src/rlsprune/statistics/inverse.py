@@ -1,9 +1,9 @@
 """P as pruning uses it: row sums, blocks, the refit of a layer's weights, and what is left when inputs go.
 
 Three forms with the same results. :class:`DenseInverse` holds P. :class:`Autocorrelation` holds ``A = P⁻¹`` and inverts
-it only where blocks of P are asked for: row sums and refits need one factorisation. :class:`SampleInverse` holds m
-sampled rows X of a layer with more inputs than that, and answers for ``P = (XᵀX/m + δI)⁻¹`` without ever forming it:
-every answer goes through an m×m matrix, by Woodbury's identity.
+it only where blocks of P are asked for: row sums and refits need one factorisation. :class:`FactoredInverse` holds few
+rows C with ``P = (β(I + CᵀC))⁻¹``, RLS's own or sampled inputs with a damping, and never forms P: every answer goes
+through an m×m matrix, by Woodbury's identity.
 
 Systems are solved in float64, on the CPU where the device has none; a P that comes in float32 stays so otherwise. The
 bias, if the layer has one, is the last input.
@@ -149,17 +149,17 @@ class Autocorrelation:
         return Removal(stay, refit, left)
 
 
-class SampleInverse:
-    """P of more inputs than rows were sampled, from the rows."""
+class FactoredInverse:
+    """``P = (β(I + CᵀC))⁻¹`` with fewer rows in C than inputs."""
 
-    def __init__(self, rows: Tensor, damping: float) -> None:
-        """Takes the rows.
+    def __init__(self, rows: Tensor, beta: float) -> None:
+        """Takes the factors.
 
         Args:
-            rows: X, ``(m, n)``.
-            damping: δ.
+            rows: C, ``(m, n)``.
+            beta: β.
         """
-        self.rows, self.damping = rows, damping
+        self.rows, self.beta = exact(rows), beta
 
     @property
     def size(self) -> int:
@@ -168,39 +168,38 @@ class SampleInverse:
 
     @cached_property
     def _factor(self) -> Tensor:
-        """Cholesky factor of ``XXᵀ/m + δI``."""
+        """Cholesky factor of ``I + CCᵀ``."""
         m = len(self.rows)
-        gram = _add_square(self.rows.new_zeros(m, m), self.rows.mT, 1 / m)
-        gram.diagonal().add_(self.damping)
+        gram = _add_square(torch.eye(m, dtype=self.rows.dtype, device=self.rows.device), self.rows.mT, 1.0)
         return cholesky_positive(gram)
 
     @cached_property
     def _whitened(self) -> Tensor:
-        """Y with ``P = (I − YᵀY) / δ``."""
-        return solve_lower(self._factor, self.rows).div_(math.sqrt(len(self.rows)))
+        """Z with ``P = (I − ZᵀZ) / β``."""
+        return solve_lower(self._factor, self.rows)
 
     def row_sums(self, inputs: int) -> Tensor:
         """See :class:`Inverse`."""
         whitened = self._whitened[:, :inputs]
-        return torch.div(1 - whitened.mT @ whitened.sum(1), self.damping)
+        return torch.div(1 - whitened.mT @ whitened.sum(1), self.beta)
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
         parts = self._whitened[:, rows].movedim(1, 0)  # (units, m, rows of a unit)
         identity = torch.eye(rows.shape[-1], dtype=parts.dtype, device=parts.device)
-        return (identity - parts.mT @ parts) / self.damping
+        return (identity - parts.mT @ parts) / self.beta
 
-    def without(self, gone: Tensor) -> Removal[SampleInverse]:
-        """See :class:`Inverse`; refits as ``W_k + X_kᵀ (X_k X_kᵀ/m + δI)⁻¹ X_d W_d / m``."""
+    def without(self, gone: Tensor) -> Removal[FactoredInverse]:
+        """See :class:`Inverse`; refits as ``W_k + C_kᵀ (I + C_k C_kᵀ)⁻¹ C_d W_d``."""
         gone = gone.to(self.rows.device)
         stay = complement(self.size, gone)
 
         @cache
-        def left() -> SampleInverse:
-            return SampleInverse(self.rows.index_select(1, stay), self.damping)
+        def left() -> FactoredInverse:
+            return FactoredInverse(self.rows.index_select(1, stay), self.beta)
 
         def refit(weights: Tensor) -> Tensor:
-            lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows) / len(self.rows)
+            lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows)
             explaining = torch.cholesky_solve(lost, left()._factor)
             return _rows(weights, stay) + (left().rows.mT @ explaining).to(weights)
 
@@ -217,7 +216,8 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
     m, n = rows.shape
     tiny = torch.finfo(torch.float32).tiny
     if n > m:
-        return SampleInverse(exact(rows), damping * max(float(rows.square().mean()), tiny))
+        beta = damping * max(float(rows.square().mean()), tiny)
+        return FactoredInverse(exact(rows) / math.sqrt(m * beta), beta)
     # The damping is far above the rounding of a product in float32, which takes half the time.
     autocorrelation = exact(_add_square(rows.new_zeros(n, n), rows, 1 / m))
     diagonal = autocorrelation.diagonal()

@@ -29,10 +29,8 @@ VGG_COUNTS = {
 
 
 def test_columns_n_and_w() -> None:
-    assert count_retained(FNN(), MNIST) == FNN_COUNTS
-    assert count_retained(MiniVGG(), CIFAR) == VGG_COUNTS
-    assert total(count_retained(FNN(), MNIST)) == (2330, 1332224)
-    assert total(count_retained(MiniVGG(), CIFAR)) == (217098, 4759232)
+    for network, inputs, counts in ((FNN(), MNIST, FNN_COUNTS), (MiniVGG(), CIFAR, VGG_COUNTS)):
+        assert {name: left[:2] for name, left in count_retained(network, inputs).items()} == counts
 
 
 def shares(left: Mapping[str, Retained], whole: Mapping[str, tuple[int, int]]) -> dict[str, tuple[float, float]]:
@@ -82,6 +80,7 @@ def test_soft_pruning_keeps_70_percent_of_every_layer(make: type[nn.Module], x: 
 def test_weight_level_keeps_the_share_of_the_whole(
     make: type[nn.Module], x: Tensor, counts: dict, ratio: float
 ) -> None:
+    torch.manual_seed(0)  # of some seeds a fresh weight is exactly zero, and counted as gone before the event
     method = WeightLevel(make(), x, ratio=ratio, prune_epoch=1)
     event = method.end_epoch(1, 1.0)
     assert event is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from rlsprune.app.data import DataError
 from rlsprune.app.data.arrays import read_npz
@@ -182,3 +183,34 @@ def test_folders_that_hold_no_classes(photos: Path, tmp_path: Path) -> None:
     save(tmp_path / "split" / "test" / "a" / "x.png", np.zeros((2, 2)))
     with pytest.raises(DataError, match="its classes are not those"):
         read_image_folder(tmp_path / "split")
+
+
+def test_a_file_that_would_start_another_program_is_refused(
+    photos: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow hands PostScript to Ghostscript, whatever the file is called."""
+    programs = tmp_path_factory.mktemp("programs")
+    ran = programs / "ran"
+    program = programs / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it may have looked for the program before
+    bad = next(photos.rglob("*.png")).parent / "bad.png"
+    bad.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 4\n%%EndComments\nshowpage\n%%EOF\n")
+    with Image.open(bad) as image:
+        assert image.format == "EPS", "Pillow would have taken it"
+    with pytest.raises(DataError, match=r"bad\.png.*not a whole image"):
+        read_image_folder(photos)
+    assert not ran.exists()
+
+
+def test_whatever_a_reader_raises_is_one_error_that_names_the_file(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflow(*_: object, **__: object) -> None:
+        raise OverflowError("too much")
+
+    monkeypatch.setattr(Image, "open", overflow)
+    with pytest.raises(DataError, match=r"\.png.*too much"):
+        read_image_folder(photos)

@@ -11,6 +11,7 @@ import torch
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.experiment import make_config
 from rlsprune.app.config.losses import mean_squared_error
+from rlsprune.app.experiments.figures import draw_pixels
 from rlsprune.app.experiments.methods import take_shape
 from rlsprune.app.experiments.recipe import load_data, run
 from rlsprune.app.experiments.registry import METHODS, experiment
@@ -191,3 +192,8 @@ def test_pixels_are_drawn_where_inputs_were_pruned(tmp_path: Path) -> None:
     options = ["--epochs", "2", "--warmup-epochs", "0", "--train-images", "300", "--threads", "1", "--quiet"]
     assert main(["run", "--method", "rls-paper", *options, "--out", str(out)]) == 0
     assert (out / "pixels.png").read_bytes().startswith(b"\x89PNG")
+    kept, again = RunFolder(out).read_json("summary"), tmp_path / "again.png"
+    draw_pixels(kept, again)  # from the summary alone, without the data
+    assert again.read_bytes() == (out / "pixels.png").read_bytes()
+    draw_pixels({**kept, "kept_inputs": kept["kept_inputs"][1:]}, again)
+    assert again.read_bytes() != (out / "pixels.png").read_bytes()

@@ -129,3 +129,60 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StorageError, match=r"file/checkpoint/epoch-000001 cannot be written .*check the disk"):
         Checkpoints(tmp_path / "file" / "checkpoint").save(1, model(1), {})
+
+
+def other_model(path: Path) -> None:
+    shutil.copy(path / "epoch-000002" / "model.safetensors", path / "epoch-000003" / "model.safetensors")
+
+
+def other_state(path: Path) -> None:
+    shutil.copy(path / "epoch-000002" / "state.safetensors", path / "epoch-000003" / "state.safetensors")
+
+
+def swapped_states(path: Path) -> None:
+    states = [path / f"epoch-00000{epoch}" / "state.safetensors" for epoch in (2, 3)]
+    contents = [state.read_bytes() for state in states]
+    for state, content in zip(states, reversed(contents), strict=True):
+        state.write_bytes(content)
+
+
+@pytest.mark.parametrize(("mix", "said"), [(other_model, "model is not the one"), (other_state, "of epoch 2")])
+def test_parts_of_two_checkpoints_are_not_taken_for_one(tmp_path: Path, mix: Callable[[Path], None], said: str) -> None:
+    """Each of the two files is whole and has its checksum."""
+    checkpoints = saved(tmp_path, 3)
+    mix(tmp_path)
+    fresh = nn.Linear(3, 2)
+    with pytest.warns(UserWarning, match=said):
+        epoch, state = checkpoints.load(into=fresh)
+    assert (epoch, state["tensor"].item(), fresh.weight[0, 0].item()) == (2, 2, 2.0)
+    assert "damaged-epoch-000003" in names(tmp_path)
+
+
+def test_swapped_states_leave_no_sound_checkpoint(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 3)
+    swapped_states(tmp_path)
+    fresh = model(7)
+    with pytest.raises(FileError, match=r"its state is of epoch 2.*no sound one"):
+        checkpoints.load(into=fresh)
+    assert torch.equal(fresh.weight, model(7).weight)
+
+
+@pytest.mark.parametrize("name", ["epoch-000004", "epoch-999999"])
+def test_a_checkpoint_under_another_name_proves_nothing(tmp_path: Path, name: str) -> None:
+    checkpoints = saved(tmp_path, 3)
+    shutil.copytree(tmp_path / "epoch-000003", tmp_path / name)
+    with pytest.warns(UserWarning, match="of epoch 3, not of the one in its name"):
+        epoch, state = checkpoints.load(into=nn.Linear(3, 2))
+    assert (epoch, state["tensor"].item()) == (3, 3)
+    assert "checkpoint" not in state
+
+
+@pytest.mark.parametrize("stray", ["file", "folder"])
+def test_a_stray_removing_is_in_nobodys_way(tmp_path: Path, stray: str) -> None:
+    checkpoints = saved(tmp_path, 2)
+    if stray == "file":
+        (tmp_path / ".removing").write_text("x")
+    else:
+        (tmp_path / ".removing" / "deep").mkdir(parents=True)
+    checkpoints.save(3, model(3), {})
+    assert names(tmp_path) == ["epoch-000002", "epoch-000003"]

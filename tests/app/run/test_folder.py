@@ -50,3 +50,17 @@ def test_line_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
 def test_folder_without_a_run_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="give the folder of a run"):
         RunFolder(tmp_path).read_json("config")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "metrics.jsonl", "checkpoint", "checkpoint/epoch-1", ".lock"])
+def test_a_link_in_a_run_folder_is_refused_by_name_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("precious")
+    link = run / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside if name.startswith("checkpoint") else outside / "precious")
+    with pytest.raises(FileError, match=f"{name}.*symbolic link"), RunFolder(run).locked():
+        pass
+    assert (outside / "precious").read_text() == "precious"
+    assert [entry.name for entry in outside.iterdir()] == ["precious"]

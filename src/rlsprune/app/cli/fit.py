@@ -68,8 +68,8 @@ def fit(
         int | None,
         typer.Option("--warmup-epochs", help="q: epochs before the first prune. Default: a tenth; 1 with --weights."),
     ] = None,
-    gate: options.Gate = None,
-    loss: options.Loss = "cross-entropy",
+    gate: options.GateName = None,
+    loss: options.LossName = "cross-entropy",
     batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per minibatch.")] = 64,
     image_size: Annotated[
         int | None, typer.Option("--image-size", help="Cut images square and scale them to so many pixels.")

@@ -85,7 +85,7 @@ PruneEpoch = Annotated[
     int | None,
     typer.Option("--prune-epoch", help="The epoch after which the one-shot methods prune. Default: q + 1."),
 ]
-Gate = Annotated[
+GateName = Annotated[
     str | None,
     typer.Option(
         "--gate",
@@ -94,7 +94,7 @@ Gate = Annotated[
         autocompletion=_completing(GATES),
     ),
 ]
-Loss = Annotated[
+LossName = Annotated[
     str | None,
     typer.Option(
         "--loss",
@@ -155,8 +155,8 @@ def _training(
     target: Target = None,
     tolerance: Tolerance = None,
     allocate: Allocate = None,
-    gate: Gate = None,
-    loss: Loss = None,
+    gate: GateName = None,
+    loss: LossName = None,
     batch_size: BatchSize = None,
     train_images: TrainImages = None,
     test_images: TestImages = None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLES", "plan"]
 
 EXAMPLES = """Examples: `rlsprune plan vgg16 --world-size 8 --batch 256` ·
-`rlsprune plan my_module:build_model --block-size 4096 --memory 16` ·
+`rlsprune plan my_module:build_model --rank 8 --memory 16` ·
 `rlsprune plan resnet50 --world-size 64 --gflops 15000 --gbytes 1200`"""
 
 _BUILT_IN = ("vgg16", "resnet50")
@@ -35,7 +35,7 @@ def plan(
     ],
     world_size: Annotated[int, typer.Option("--world-size", help="How many processes.")] = 1,
     batch: Annotated[int, typer.Option("--batch", help="Images per step, of all processes together.")] = 128,
-    block_size: Annotated[int | None, typer.Option("--block-size", help="P in blocks of so many inputs.")] = None,
+    rank: Annotated[int, typer.Option("--rank", help="Of P; 0 for P whole.")] = 16,
     memory: Annotated[float, typer.Option("--memory", help="GiB that a process has.")] = 16.0,
     gflops: Annotated[
         float | None, typer.Option("--gflops", help="Speed of a matrix product there. Default: measured here.")
@@ -46,7 +46,7 @@ def plan(
     device: options.Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what each layer's P costs, what sharding gives each process, and what fits."""
+    """Say what each layer's P costs, what processes send each other, and what fits."""
     from rich.console import Console
 
     from rlsprune.app.costs.estimate import Machine, make_plan, measure
@@ -55,13 +55,13 @@ def plan(
     here = Machine(0, 0) if gflops and gbytes else measure(where)
     machine = Machine(gflops or here.gflops, gbytes or here.gbytes)
     network = _build(model)
-    made = make_plan(network, world_size, batch, machine, block_size, cpu=where == "cpu")
+    made = make_plan(network, world_size, batch, machine, rank or None)
     if as_json:
         typer.echo(json.dumps(made.to_dict()))
         return
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(_table(model, made))
-    for line in [*_summary(made), _verdict(network, made, memory * 2**30)]:
+    for line in [*_summary(made), _verdict(made, memory * 2**30)]:
         console.print(line)
 
 
@@ -89,7 +89,7 @@ def _table(name: str, made: Plan) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{name}: {made.world_size} processes, batches of {made.batch}")
-    for column in ("layer", "inputs", "outputs", "P", "velocity", "step", "kept by"):
+    for column in ("layer", "inputs", "outputs", "P", "velocity", "step"):
         table.add_column(column, justify="left" if column == "layer" else "right")
     for layer in made.layers:
         table.add_row(
@@ -99,7 +99,6 @@ def _table(name: str, made: Plan) -> Table:
             _bytes(layer.inverse_bytes),
             _bytes(layer.velocity_bytes),
             _seconds(layer.seconds),
-            f"rank {layer.rank}",
         )
     return table
 
@@ -109,29 +108,19 @@ def _summary(made: Plan) -> list[str]:
     lines = [
         f"A rank computes {made.machine.gflops:,.0f} GFLOPS and moves {made.machine.gbytes:,.1f} GB/s.",
         f"Weights {_bytes(made.parameter_bytes)}. State {_bytes(made.state_bytes)} and {_seconds(made.seconds)} per "
-        "step of the optimizer, on every process.",
+        "step beyond momentum SGD, on every process.",
     ]
     if made.world_size > 1:
-        share = made.largest_rank_bytes / made.state_bytes
-        lines += [
-            f"With shard=True: at most {_bytes(made.largest_rank_bytes)} per process ({100 * share:.0f} %) and "
-            f"{_seconds(made.slowest_rank_seconds)} per step.",
-            f"A process sends {_bytes(sent['gradients'])} of gradients per step as under plain DDP, "
-            f"{_bytes(sent['means'])} of mean inputs, and with shard=True {_bytes(sent['weights'])} of weights.",
-        ]
+        lines.append(
+            f"A process sends {_bytes(sent['gradients'])} of gradients per step as under plain DDP, and "
+            f"{_bytes(sent['means'])} of mean inputs."
+        )
     return lines
 
 
-def _verdict(network: nn.Module, made: Plan, memory: float) -> str:
-    from rlsprune.app.costs.estimate import fitting_block_size
-
+def _verdict(made: Plan, memory: float) -> str:
     need = f"Weights, gradients and state take {_bytes(made.training_bytes)} of {_bytes(memory)} (without activations)"
-    if made.training_bytes <= memory:
-        return f"{need}: it fits."
-    fitting = fitting_block_size(network, made, memory)
-    if fitting is None:
-        return f"{need}: it does not fit, with any block_size."
-    return f"{need}: it does not fit. With block_size={fitting} it does."
+    return f"{need}: it fits." if made.training_bytes <= memory else f"{need}: it does not fit."
 
 
 def _bytes(count: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.app.config.base import OPTIMIZERS, BaseConfig, check_choice
-from rlsprune.app.config.settings import OURS, PruningSettings, TrainingSettings, check_option
+from rlsprune.app.config.settings import OURS, RANK, PruningSettings, TrainingSettings, check_option
 
 __all__ = ["FitConfig", "make_fit_config"]
 
@@ -110,7 +110,7 @@ def make_fit_config(
             "device": "cpu",
             "threads": 1,
             "pruning": pruning.over(epochs),
-            "training": TrainingSettings(lr_decay=OURS.settle, average=average),
+            "training": TrainingSettings(lr_decay=OURS.settle, average=average, rank=RANK),
             **{name: value for name, value in given.items() if value is not None},
         }
     )

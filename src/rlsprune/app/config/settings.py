@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlsprune.model.arguments import check_argument
 
-__all__ = ["ON_FAULT", "OURS", "PruningSettings", "TrainingSettings", "check_option"]
+__all__ = ["ON_FAULT", "OURS", "RANK", "PruningSettings", "TrainingSettings", "check_option"]
 
 ON_FAULT = ("raise", "skip", "rollback")
 """What a run does about a NaN, an infinity or a loss that diverges: it stops, leaves the batch out, or goes back to its
@@ -70,6 +70,9 @@ OURS = PruningSettings(
 )
 """What won; see docs/results.md."""
 
+RANK = 16
+"""Of P, in our own methods: what `rlsprune.RLS` has by default."""
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -81,8 +84,11 @@ class TrainingSettings:
     """What is evaluated and kept is a moving average of the weights that reaches so many epochs back; 0: no average."""
     mean_scale: float = 0.1
     """k of RLS: the less, the longer its steps stay large."""
+    rank: int | None = None
+    """Of P; None: P whole, as in the paper, and as in all runs of version 0.1.0."""
 
     def __post_init__(self) -> None:
         check_argument("lr_decay", self.lr_decay, 0 <= self.lr_decay < 1, "in [0, 1)")
         check_option("average", self.average, 0 <= self.average < math.inf, "a number of epochs, at least 0")
         check_argument("mean_scale", self.mean_scale, 0 < self.mean_scale < math.inf, "a number > 0")
+        check_argument("rank", self.rank, self.rank is None or self.rank >= 1, "None or at least 1")

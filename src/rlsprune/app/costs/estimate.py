@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsprune.distributed.shards import balance
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.tensors import wait_for
-from rlsprune.optim.layer_step import block_sizes
+from rlsprune.optim.forms import capacity, entry_bytes, in_factors
 from rlsprune.optim.layers import divide
-from rlsprune.optim.team import step_cost
 
-__all__ = ["LayerPlan", "Machine", "Plan", "fitting_block_size", "make_plan", "measure"]
+__all__ = ["LayerPlan", "Machine", "Plan", "make_plan", "measure"]
 
 _ITEM = 4  # bytes of a float32
 
@@ -42,30 +40,23 @@ class LayerPlan:
 
     name: str
     inputs: int
-    """Rows of P, of each of its groups."""
+    """Of each of its groups, with the bias."""
     outputs: int
     inverse_bytes: int
     velocity_bytes: int
     seconds: float
     """P∇W and the update of P, in one step."""
-    rank: int
-    """Who keeps it with ``shard=True``."""
-
-    @property
-    def state_bytes(self) -> int:
-        """P and velocities."""
-        return self.inverse_bytes + self.velocity_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a network costs on a number of ranks."""
+    """What a network costs on a number of ranks, each of which keeps all of it."""
 
     layers: tuple[LayerPlan, ...]
     world_size: int
     batch: int
     """Images of all ranks together."""
-    block_size: int | None
+    rank: int | None
     machine: Machine
     parameter_bytes: int
     fallback_bytes: int
@@ -75,63 +66,31 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """Of the whole optimizer: what each rank keeps without sharding."""
-        return self.fallback_bytes + sum(layer.state_bytes for layer in self.layers)
+        """Of the optimizer, on every rank."""
+        return self.fallback_bytes + sum(layer.inverse_bytes + layer.velocity_bytes for layer in self.layers)
 
     @property
     def seconds(self) -> float:
-        """Of a step of the optimizer without sharding."""
+        """Of what a step of the optimizer takes beyond momentum SGD, on every rank."""
         return sum(layer.seconds for layer in self.layers)
-
-    def rank_bytes(self, rank: int) -> int:
-        """What a rank keeps with sharding."""
-        return self.fallback_bytes + sum(layer.state_bytes for layer in self.layers if layer.rank == rank)
-
-    def rank_seconds(self, rank: int) -> float:
-        """What a rank computes in a step with sharding."""
-        return sum(layer.seconds for layer in self.layers if layer.rank == rank)
-
-    @property
-    def largest_rank_bytes(self) -> int:
-        """What the rank that keeps most does, with sharding."""
-        return max(map(self.rank_bytes, range(self.world_size)))
-
-    @property
-    def slowest_rank_seconds(self) -> float:
-        """Of a step with sharding, without the messages."""
-        return max(map(self.rank_seconds, range(self.world_size)))
 
     @property
     def training_bytes(self) -> int:
-        """Weights, gradients and the largest state of a rank, without activations."""
-        state = self.largest_rank_bytes if self.world_size > 1 else self.state_bytes
-        return 2 * self.parameter_bytes + state
+        """Weights, gradients and state of a rank, without activations."""
+        return 2 * self.parameter_bytes + self.state_bytes
 
     def sent_bytes(self) -> dict[str, int]:
-        """What one rank sends in a step, by ring: for the gradients (plain DDP), the means, and the new weights."""
-        ring = (self.world_size - 1) / self.world_size
-        weights = sum(layer.velocity_bytes for layer in self.layers)
-        return {
-            "gradients": round(2 * ring * self.parameter_bytes),
-            "means": round(2 * ring * self.mean_bytes),
-            "weights": round(ring * weights),
-        }
+        """What one rank sends in a step, by ring: for the gradients (plain DDP), and for the mean inputs."""
+        ring = 2 * (self.world_size - 1) / self.world_size
+        return {"gradients": round(ring * self.parameter_bytes), "means": round(ring * self.mean_bytes)}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in plain containers."""
-        return {
-            **asdict(self),
-            "state_bytes": self.state_bytes,
-            "seconds": self.seconds,
-            "largest_rank_bytes": self.largest_rank_bytes,
-            "slowest_rank_seconds": self.slowest_rank_seconds,
-            "sent_bytes": self.sent_bytes(),
-        }
+        derived = {"state_bytes": self.state_bytes, "seconds": self.seconds, "sent_bytes": self.sent_bytes()}
+        return asdict(self) | derived
 
 
-def make_plan(
-    model: nn.Module, world_size: int, batch: int, machine: Machine, block_size: int | None = None, cpu: bool = True
-) -> Plan:
+def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, rank: int | None = 16) -> Plan:
     """What RLS costs on a network, from its shapes: it may lie on the meta device.
 
     Args:
@@ -139,42 +98,32 @@ def make_plan(
         world_size: How many ranks.
         batch: Images in a batch of all ranks together.
         machine: How fast a rank is.
-        block_size: As :class:`rlsprune.RLS` takes it.
-        cpu: Whether ranks are CPUs, on which a single one has a cheaper way for small batches.
+        rank: As :class:`rlsprune.RLS` takes it.
     """
     check_argument("world_size", world_size, world_size >= 1, "at least 1")
     check_argument("batch", batch, batch >= 1, "at least 1")
-    check_argument("block_size", block_size, block_size is None or block_size >= 1, "None or at least 1")
+    check_argument("rank", rank, rank is None or rank >= 1, "None or at least 1")
     parts = divide(model)
-    shapes = {name: layers[0].weight.shape for name, layers in parts.layers.items()}
-    owners = balance([step_cost(shape[0], shape[1:].numel(), 1, block_size) for shape in shapes.values()], world_size)
     plans, means = [], 0
-    for (name, shape), rank in zip(shapes.items(), owners, strict=True):
-        layer = parts.layers[name][0]
-        groups, inputs = getattr(layer, "groups", 1), shape[1:].numel()
-        sizes = block_sizes(inputs, shape[2:].numel(), layer.bias is not None, block_size)
-        entries = groups * sum(size * size for size in sizes)
-        direct = shape[0] * sum(size * size for size in sizes)
-        by_batch = batch * inputs * (inputs + shape[0])
-        cheap = cpu and world_size == 1 and isinstance(layer, nn.Linear) and len(sizes) == 1
-        multiplications = min(direct, by_batch) if cheap else direct
+    for name, layers in parts.layers.items():
+        layer, weight = layers[0], layers[0].weight
+        groups, inputs = getattr(layer, "groups", 1), weight.shape[1:].numel() + (layer.bias is not None)
         plans.append(
             LayerPlan(
                 name=name,
-                inputs=sum(sizes),
-                outputs=shape[0],
-                inverse_bytes=_ITEM * entries,
+                inputs=inputs,
+                outputs=len(weight),
+                inverse_bytes=groups * entry_bytes(inputs, rank),
                 velocity_bytes=_ITEM * sum(p.numel() for p in layer.parameters(recurse=False)),
-                seconds=machine.seconds(multiplications, 2 * _ITEM * entries),
-                rank=rank,
+                seconds=machine.seconds(*_work(groups, inputs, len(weight), rank)),
             )
         )
-        means += groups * sum(sizes) + 2
+        means += groups * inputs + 2
     return Plan(
         layers=tuple(plans),
         world_size=world_size,
         batch=batch,
-        block_size=block_size,
+        rank=rank,
         machine=machine,
         parameter_bytes=_ITEM * sum(p.numel() for p in model.parameters()),
         fallback_bytes=_ITEM * sum(p.numel() for _, p in parts.others),
@@ -182,14 +131,14 @@ def make_plan(
     )
 
 
-def fitting_block_size(model: nn.Module, plan: Plan, memory: float) -> int | None:
-    """The largest power of two as block size with which the training of a plan fits, or None if there is none."""
-    widest = max(layer.inputs for layer in plan.layers)
-    for exponent in range(widest.bit_length() - 1, 4, -1):
-        size: int = 2**exponent
-        if make_plan(model, plan.world_size, plan.batch, plan.machine, size).training_bytes <= memory:
-            return size
-    return None
+def _work(groups: int, inputs: int, outputs: int, rank: int | None) -> tuple[float, float]:
+    """The multiplications of a layer's step, and the bytes that it moves, beyond those of momentum SGD."""
+    if rank is None or not in_factors(inputs, rank):
+        return outputs * inputs**2, 2 * _ITEM * groups * inputs**2
+    rows = (rank + 1 + capacity(rank)) / 2  # between two compressions
+    # ∇W Zᵀ reads the gradient, its product with Z reads and writes the velocity; Z and Cx read C, which is small.
+    moved = 3 * _ITEM * outputs * inputs + 4 * _ITEM * groups * rows * inputs
+    return 2 * outputs * inputs * rows + groups * inputs * rows**2, moved
 
 
 def measure(device: str = "cpu", size: int = 2048) -> Machine:

@@ -31,7 +31,7 @@ class LocalFile:
     md5s: tuple[str, ...]
 
 
-Layout = Mapping[str, LocalFile]
+FileLayout = Mapping[str, LocalFile]
 """The files that make up a data set, by the part they play."""
 
 
@@ -44,7 +44,7 @@ class CatalogEntry:
     classes: tuple[str, ...]
     folders: tuple[str, ...] = ()
     """Sub-folders of a data folder in which the files may lie; downloads go to the first."""
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[FileLayout, ...] = ()
     """Any one of them is enough."""
     downloads: tuple[RemoteFile, ...] = ()
     terms: str = field(default="")
@@ -76,7 +76,7 @@ def _data_folders(data_dir: str | os.PathLike[str] | None) -> Iterator[Path]:
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsprune"
 
 
-def locate(dataset: CatalogEntry, data_dir: str | os.PathLike[str] | None = None) -> tuple[Layout, dict[str, Path]]:
+def locate(dataset: CatalogEntry, data_dir: str | os.PathLike[str] | None = None) -> tuple[FileLayout, dict[str, Path]]:
     """Finds a data set's files.
 
     Args:

@@ -19,7 +19,7 @@ from rlsprune.app.data.streams import md5_of
 from rlsprune.io.atomic import flush
 from rlsprune.io.lock import InUseError, exclusive
 
-Progress = Callable[[str, int, int], None]
+DownloadProgress = Callable[[str, int, int], None]
 """Called with the file's name, the bytes that are there and the bytes that there will be."""
 
 _CHUNK = 1 << 18
@@ -31,7 +31,9 @@ class _MirrorError(Exception):
     """One mirror failed; another may not."""
 
 
-def get(name: str, data_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> list[Path]:
+def get(
+    name: str, data_dir: str | os.PathLike[str] | None = None, progress: DownloadProgress | None = None
+) -> list[Path]:
     """Downloads the files of a data set that are not there yet.
 
     Args:
@@ -53,7 +55,7 @@ def get(name: str, data_dir: str | os.PathLike[str] | None = None, progress: Pro
     return [fetch(file, folder, progress) for file in dataset.downloads]
 
 
-def fetch(file: RemoteFile, folder: str | os.PathLike[str], progress: Progress | None = None) -> Path:
+def fetch(file: RemoteFile, folder: str | os.PathLike[str], progress: DownloadProgress | None = None) -> Path:
     """Downloads one file into a folder, unless it is there with the right checksum.
 
     The file has its name only once it is complete, verified and on disk.
@@ -70,7 +72,7 @@ def fetch(file: RemoteFile, folder: str | os.PathLike[str], progress: Progress |
     return target
 
 
-def _fetch_from_mirrors(file: RemoteFile, target: Path, progress: Progress) -> None:
+def _fetch_from_mirrors(file: RemoteFile, target: Path, progress: DownloadProgress) -> None:
     part = target.with_name(target.name + ".part")
     failures = []
     for url in file.urls:
@@ -92,7 +94,7 @@ def _fetch_from_mirrors(file: RemoteFile, target: Path, progress: Progress) -> N
     raise DataError(file.name, f"no mirror could give it ({listed})", remedy)
 
 
-def _download(url: str, file: RemoteFile, part: Path, progress: Progress) -> None:
+def _download(url: str, file: RemoteFile, part: Path, progress: DownloadProgress) -> None:
     """Appends to the part file until it has the published size."""
     start = _size(part)
     if start > file.size:
@@ -122,7 +124,7 @@ def _download(url: str, file: RemoteFile, part: Path, progress: Progress) -> Non
 
 
 def _copy(
-    response: http.client.HTTPResponse, output: BinaryIO, file: RemoteFile, start: int, progress: Progress
+    response: http.client.HTTPResponse, output: BinaryIO, file: RemoteFile, start: int, progress: DownloadProgress
 ) -> None:
     done = start
     progress(file.name, done, file.size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["read_image_folder"]
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+"""What Pillow may take a file for. It looks at the bytes, not at the ending, and some of its readers start programs."""
 TEST_SHARE = 0.2
 """Of the images, where the folder has no test split of its own."""
 _TEST_NAMES = ("test", "val", "valid")
@@ -164,9 +165,11 @@ def _opened(file: Path) -> Iterator[Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file) as image:
+            with Image.open(file, formats=_FORMATS) as image:
                 yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(file, str(error), "Scale it down, or leave it out") from error
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:  # as damaged files make Pillow raise
+    except DataError:
+        raise
+    except Exception as error:  # whatever damaged files make a reader raise
         raise DataError(file, f"it is not a whole image ({error})", "Replace or remove it") from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from rlsprune.app.config.settings import OURS, PruningSettings, TrainingSettings
+from rlsprune.app.config.settings import OURS, RANK, PruningSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +108,7 @@ def _paper(augmentation: str, augment: bool = False) -> Preset:
     return Preset(epochs=200, warmup_epochs=30, augmentation=augmentation, augment=augment)
 
 
-_TRAINING = TrainingSettings(lr_decay=0.4, average=1.0)
+_TRAINING = TrainingSettings(lr_decay=0.4, average=1.0, rank=RANK)
 
 
 def _fnn(name: str, title: str, dataset: str, short: Preset) -> Experiment:

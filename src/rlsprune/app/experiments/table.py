@@ -21,7 +21,10 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
         _result_table(comparison),
     ]
     if comparison["paper"]:
-        parts += [f"The paper's Table {number}, 200 epochs; it calls the accuracy precision.", _paper_table(comparison)]
+        parts += [
+            f'The paper\'s Table {number}, 200 epochs (its word for accuracy is "precision").',
+            _paper_table(comparison),
+        ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -29,7 +29,8 @@ def hold_out(config: BaseConfig, data: Dataset) -> Dataset:
 def build_optimizer(config: BaseConfig, model: nn.Module, lr: float) -> Optimizer:
     """RLS as the config says, momentum SGD with the paper's settings, or AdamW."""
     if config.optimizer == "rls":
-        return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=config.training.mean_scale)
+        training = config.training
+        return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=training.mean_scale, rank=training.rank)
     if config.optimizer == "sgd":
         return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
     return AdamW(model.parameters(), lr=lr)

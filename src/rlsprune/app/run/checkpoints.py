@@ -20,13 +20,16 @@ __all__ = ["Checkpoints"]
 _KEPT = 2  # the newest, and one more in case the disk loses it
 _NAME = re.compile(r"epoch-(\d{6,12})")
 _MODEL, _STATE = "model.safetensors", "state.safetensors"
+_PARTS = "checkpoint"  # in the state: what belongs together
 
 
 class Checkpoints:
     """The checkpoints in a folder.
 
     A checkpoint is a folder that is written under another name, flushed to the disk and renamed when it is complete, so
-    that one that has its name is whole. Their order is that of the epochs: no clock is asked.
+    that one that has its name is whole. Their order is that of the epochs: no clock is asked. The state, written last,
+    says of which epoch it is and which model belongs to it: a folder under another name, or with a part of another
+    checkpoint, counts as damaged.
 
     Args:
         path: The folder; it need not exist yet.
@@ -53,7 +56,8 @@ class Checkpoints:
             try:
                 make_folder(temporary)
                 modelfile.save(model, temporary / _MODEL)
-                save_state(temporary / _STATE, state)
+                parts = {"epoch": epoch, "model": modelfile.read_checksum(temporary / _MODEL)}
+                save_state(temporary / _STATE, {_PARTS: parts, **state})
                 self._remove(final)
                 temporary.rename(final)
             except BaseException:
@@ -80,6 +84,7 @@ class Checkpoints:
         for epoch, path in reversed(self._found()):
             try:
                 state = load_state(path / _STATE)
+                _check_parts(path, epoch, state.pop(_PARTS, None))
                 modelfile.load(path / _MODEL, into)
             except (FileError, OSError) as error:
                 damaged.append((path, error))
@@ -129,8 +134,26 @@ class Checkpoints:
     def _remove(self, path: Path) -> None:
         """Takes the name away first: what is being removed does not count as a checkpoint any more."""
         doomed = self.path / ".removing"
-        if doomed.exists():
-            shutil.rmtree(doomed)
-        if path.exists():
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+        for stage in (doomed, path):
+            if stage.exists():
+                stage.rename(doomed)
+                _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _check_parts(path: Path, epoch: int, parts: Any) -> None:
+    """Raises FileError unless the state is of that epoch and of the model beside it; 0.1.0 did not write that down."""
+    if parts is None:
+        return
+    remedy = "restore the folder as it was written"
+    if not isinstance(parts, dict) or parts.get("epoch") != epoch:
+        written = parts.get("epoch") if isinstance(parts, dict) else parts
+        raise FileError(path, f"its state is of epoch {written!r}, not of the one in its name", remedy)
+    if parts.get("model") != modelfile.read_checksum(path / _MODEL):
+        raise FileError(path, "its model is not the one that its state was written with", remedy)

@@ -87,10 +87,12 @@ class RunFolder:
         Raises:
             InUseError: One does so already; the message says which.
             StorageError: The folder cannot be written to.
+            FileError: There is a symbolic link in it.
         """
         with contextlib.ExitStack() as held:
             with storing(self.path):
                 make_folder(self.path)
+                self._refuse_links()
                 held.enter_context(exclusive(self.path / ".lock"))
                 for path in self.path.iterdir():
                     if _HALF_WRITTEN.fullmatch(path.name):  # by a run that was killed
@@ -136,6 +138,14 @@ class RunFolder:
     def drop_old_checkpoints(self) -> None:
         """Keeps only the newest: the run is over."""
         self._checkpoints.keep_newest()
+
+    def _refuse_links(self) -> None:
+        """A link in a folder of a stranger leads what is written to wherever the stranger likes."""
+        for parent, folders, files in os.walk(self.path):
+            for name in (*folders, *files):
+                if (Path(parent) / name).is_symlink():
+                    problem = "it is a symbolic link, and what a run writes must stay in its folder"
+                    raise FileError(Path(parent) / name, problem, "remove it, or put the file itself there")
 
     def _write(self, name: str, text: str) -> None:
         with storing(self.path / name):

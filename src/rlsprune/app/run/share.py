@@ -93,7 +93,6 @@ class Share:
         """Stops all ranks if their networks, what is kept of them, or their optimizers have come to differ."""
         if self.ranks is None:
             return
-        sharded = getattr(optimizer, "sharded", False)
-        self.ranks.agree("the network", fingerprint(model, optimizer, state=not sharded))
+        self.ranks.agree("the network", fingerprint(model, optimizer))
         if result is not model:
             self.ranks.agree("the average of the network", fingerprint(result, None))

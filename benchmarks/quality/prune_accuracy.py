@@ -5,9 +5,9 @@ Every method gets the same trained network and removes the same number of channe
 statistics, Taylor's gradients) sees the same training images. Trained networks are kept in ``--cache``. ``--run`` takes
 the network of a finished run instead: one that has been pruned has little left to spare.
 
-    python benchmarks/prune_accuracy.py --data-dir DATA --cache CACHE
-    python benchmarks/prune_accuracy.py --data-dir DATA --run runs/mnist-fnn-rls-seed0
-    python benchmarks/prune_accuracy.py --quick
+    python -m benchmarks.quality.prune_accuracy --data-dir DATA --cache CACHE
+    python -m benchmarks.quality.prune_accuracy --data-dir DATA --run runs/mnist-fnn-rls-seed0
+    python -m benchmarks.quality.prune_accuracy --quick
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch_pruning
-from common import CLASSES, paper_loss, train_step
 from torch import Tensor, nn
 from torch_pruning.pruner import importance
 
 import rlsprune
+from benchmarks.common import CLASSES, train_step
 from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, Dataset, Split, load
 from rlsprune.app.experiments.recipe import load_data
 from rlsprune.app.experiments.registry import experiment
@@ -168,7 +169,7 @@ def prune_by_rival(trained: Trained, score: Any, ratio: float) -> nn.Module:
         model.eval()
         model.zero_grad()
         for images, labels in trained.batches:
-            paper_loss(model(images), labels).backward()
+            mean_squared_error(model(images), labels).backward()
     output = [module for module in model.modules() if getattr(module, "out_features", 0) == CLASSES]
     pruner = torch_pruning.pruner.BasePruner(model, trained.example, score, pruning_ratio=ratio, ignored_layers=output)
     pruner.step()

@@ -1,11 +1,11 @@
 """How long each method takes to a network with the paper's share of the weights and its accuracy, on MNIST.
 
-`python benchmarks/time_to_quality.py --data-dir DATA` trains with every method until the test accuracy is 98.5 % with
-at most 16.4 % of the weights (Table 1 of the paper), and prints the time as a ratio to that of the unpruned network
-trained by momentum SGD for its whole schedule. Each method is given schedules of several lengths, shortest first, and
-the first one that gets there counts; what the others took does not. `rls` stops at that share of the weights, and the
-rivals' ratios are set to where they leave it. `scratch` is told the shape with which `rls` got there, and
-trained alike: what it took to find that shape is not in its time.
+`python -m benchmarks.speed.time_to_quality --data-dir DATA` trains with every method until the test accuracy is 98.5 %
+with at most 16.4 % of the weights (Table 1 of the paper), and prints the time as a ratio to that of the unpruned
+network trained by momentum SGD for its whole schedule. Each method is given schedules of several lengths, shortest
+first, and the first one that gets there counts; what the others took does not. `rls` stops at that share of the
+weights, and the rivals' ratios are set to where they leave it. `scratch` is told the shape with which `rls` got there,
+and trained alike: what it took to find that shape is not in its time.
 
 Time is the processor's, for training, pruning and the gate's loss; evaluation on the test images is not counted.
 """

@@ -2,9 +2,9 @@
 
 RLS runs at the paper's settings alone; every other optimizer at its default learning rate and over a small grid, of
 which the validation images choose. All get the same number of epochs and the same number of seconds, whichever ends
-first. Needs the extras ``benchmarks`` and ``experiments``.
+first. Needs the extras ``benchmarks`` and ``cli``.
 
-    python benchmarks/convergence.py --data-dir DATA --out docs/results/convergence
+    python -m benchmarks.quality.convergence --data-dir DATA --out docs/results/convergence
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from common import Contender, clock, contenders, fnn, paper_loss, train_step
 from torch import nn
 
+from benchmarks.common import Contender, clock, contenders, train_step
+from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, Dataset, Split, load
+from rlsprune.app.models import FNN
 
 VALIDATION_IMAGES = 5000
 BATCH = 128
@@ -46,17 +48,17 @@ class Curve:
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
     """Accuracy in % and loss."""
-    outputs = torch.cat([model(part.float().div_(255)) for part in split.images.split(1000)])
+    outputs = torch.cat([model(part.flatten(1).float().div_(255)) for part in split.images.split(1000)])
     accuracy = (outputs.argmax(1) == split.labels).float().mean().item()
-    return 100 * accuracy, paper_loss(outputs, split.labels).item()
+    return 100 * accuracy, mean_squared_error(outputs, split.labels).item()
 
 
 def train(contender: Contender, lr: float, data: Dataset, epochs: int, max_seconds: float, seed: int) -> Curve:
     """Trains from the seed's weights and batches; only training is timed. Stops early if the loss is not finite."""
     torch.manual_seed(seed)
-    model = fnn()
+    model = FNN()
     optimizers = contender.build(model, lr)
-    batches = Batches(data.train.images, data.train.labels, BATCH, seed=seed)
+    batches = Batches(data.train.images, data.train.labels, BATCH, seed=seed, flat=True)
     curve = Curve(contender.name, lr, seed)
     spent, step, last = 0.0, 0, epochs * len(batches)
 

@@ -3,8 +3,8 @@
 Prints ratios to the SGD step of the same round: the optimizers take turns, so that a machine that is busy for a while
 is busy for all of them. Needs the extra ``benchmarks``.
 
-    python benchmarks/step_cost.py                    # both networks, one thread and all threads
-    python benchmarks/step_cost.py --network fnn --threads 1 --rounds 30
+    python -m benchmarks.speed.step_cost                    # both networks, one thread and all threads
+    python -m benchmarks.speed.step_cost --network fnn --threads 1 --rounds 30
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from common import CLASSES, Contender, clock, contenders, fnn, mini_vgg, paper_loss, state_bytes, train_step
 from torch import Tensor, nn
 
 import rlsprune
-from rlsprune.optim import functional, layer_step
+from benchmarks.common import CLASSES, Contender, clock, contenders, state_bytes, train_step
+from benchmarks.networks import mini_vgg
+from rlsprune.app.config.losses import mean_squared_error
+from rlsprune.app.models import FNN
 
 BATCH = 128
 MIB = 2**20
@@ -42,7 +43,7 @@ class Case:
 
 
 CASES = {
-    "fnn": Case("FNN 784-1024-512-10", fnn, (1, 28, 28), rounds=15, block=10),
+    "fnn": Case("FNN 784-1024-512-10", FNN, (784,), rounds=15, block=10),
     "vgg": Case("mini-VGG, channels_last", mini_vgg, (3, 32, 32), rounds=10, block=1),
 }
 
@@ -50,7 +51,7 @@ CASES = {
 def batch_for(case: Case) -> tuple[Tensor, Tensor]:
     """A batch of noise: the cost of a step does not depend on the values."""
     images = torch.rand(BATCH, *case.shape)
-    if len(case.shape) == 3 and case.shape[0] > 1:
+    if len(case.shape) == 3:
         images = images.to(memory_format=torch.channels_last)
     return images, torch.randint(CLASSES, (BATCH,))
 
@@ -79,7 +80,7 @@ def compare(case: Case, entrants: list[Contender], rounds: int) -> None:
     print(f"| {'optimizer':<15} | step, median | step, mean | quartiles | state MiB | state / weights |")
     print(f"|{'-' * 17}|---:|---:|---|---:|---:|")
     weights = sum(p.nbytes for p in runs[0][1].parameters())
-    for name, model, optimizers in runs:
+    for name, _, optimizers in runs:
         ratios = [mine / sgd for mine, sgd in zip(seconds[name], reference, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         mean = statistics.fmean(seconds[name]) / statistics.fmean(reference)
@@ -88,89 +89,32 @@ def compare(case: Case, entrants: list[Contender], rounds: int) -> None:
             f"| {name:<15} | {middle:.2f} | {mean:.2f} | {low:.2f}–{high:.2f} "
             f"| {size / MIB:.1f} | {size / weights:.2f} |"
         )
-        if isinstance(optimizers[0], rlsprune.RLS):
-            memory = f"RLS state / (P + velocity): {size / necessary_bytes(model):.4f}"
-    print(memory)
-
-
-def necessary_bytes(model: nn.Module) -> int:
-    """P and one velocity per weight, from the layers' shapes alone."""
-    inputs = [weight[0].numel() + 1 for weight in model.parameters() if weight.ndim > 1]
-    return 4 * (sum(n * n for n in inputs) + sum(p.numel() for p in model.parameters()))
-
-
-def arithmetic(case: Case) -> None:
-    """Prints the multiplications a step needs, the lower limit of its cost."""
-    model, (images, _) = case.build(), batch_for(case)
-    forward = gradient = backward = precondition = 0
-    for module in model:
-        outputs = module(images)
-        if hasattr(module, "weight"):
-            weight = module.weight
-            out, n = len(weight), weight[0].numel()
-            rows = outputs.numel() // out
-            backward += rows * n * out if forward else 0  # nobody needs the gradient of the images
-            forward += rows * n * out
-            gradient += rows * n * out
-            direct_way = out * (n + 1) ** 2
-            batch_way = rows * (n + 1) * (n + out) if isinstance(module, nn.Linear) else direct_way
-            precondition += min(batch_way, direct_way)
-        images = outputs
-    sgd = forward + gradient + backward
-    print(
-        f"arithmetic: SGD {sgd / 1e6:.0f} million multiplications, RLS {precondition / 1e6:.0f} million more for P·∇W: "
-        f"{(sgd + precondition) / sgd:.2f}×; "
-        f"{(sgd - gradient + precondition) / sgd:.2f}× if ∇W itself were not computed"
-    )
 
 
 def breakdown(case: Case, steps: int) -> None:
-    """Prints where the time of an RLS step goes, as parts of a plain forward and backward pass."""
+    """Prints what RLS adds to a plain forward and backward pass: its hooks in the pass, and its step."""
     images, labels = batch_for(case)
     torch.manual_seed(0)
     plain, hooked = case.build(), case.build()
     optimizer = rlsprune.RLS(hooked)
-    parts: dict[str, float] = defaultdict(float)
-
-    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = clock()
-            result = function(*args, **kwargs)
-            parts[part] += clock() - start
-            return result
-
-        return call
-
-    def passes(model: nn.Module) -> None:
-        model.zero_grad()
-        paper_loss(model(images), labels).backward()
-
-    patches = [
-        (functional, "gain", "gain u = P x"),
-        (layer_step, "match_gradient", "is .grad still Δᵀ X?"),
-        (layer_step, "all_finite", "is .grad finite?"),
-        (functional, "batch_factors", "X P"),
-        (functional, "velocity_step_", "velocity: Δᵀ(X P), or ∇W P"),
-        (layer_step, "step_parameters_", "weights"),
-        (functional, "rank_one_downdate_", "P update"),
-    ]
-    originals = [getattr(module, name) for module, name, _ in patches]
     train_step(hooked, [optimizer], images, labels)
-    try:
-        for (module, name, part), original in zip(patches, originals, strict=True):
-            setattr(module, name, timed(part, original))
-        for _ in range(steps):
-            timed("plain", passes)(plain)
-            timed("hooked", passes)(hooked)
-            timed("step", optimizer.step)()
-    finally:
-        for (module, name, _), original in zip(patches, originals, strict=True):
-            setattr(module, name, original)
-    inside = {part: parts[part] for _, _, part in patches if part in parts}
-    rows = {"hooks (mean inputs)": parts["hooked"] - parts["plain"], **inside}
-    rows["rest of the step"] = parts["step"] - sum(inside.values())
-    print(f"where an RLS step goes, {steps} steps, in % of a plain forward and backward pass:")
-    print("; ".join(f"{part} {100 * seconds / parts['plain']:.1f}" for part, seconds in rows.items()))
+    spent: dict[str, float] = defaultdict(float)
+
+    def forward_and_backward(model: nn.Module) -> None:
+        model.zero_grad()
+        mean_squared_error(model(images), labels).backward()
+
+    for _ in range(steps):
+        for part, work in {
+            "plain": lambda: forward_and_backward(plain),
+            "hooked": lambda: forward_and_backward(hooked),
+            "step": optimizer.step,
+        }.items():
+            start = clock()
+            work()
+            spent[part] += clock() - start
+    hooks, step = (100 * seconds / spent["plain"] for seconds in (spent["hooked"] - spent["plain"], spent["step"]))
+    print(f"RLS adds to a forward and backward pass, {steps} steps: hooks {hooks:.1f} %, step {step:.1f} %")
 
 
 def threads() -> str:
@@ -199,7 +143,6 @@ def main() -> None:
             rounds = args.rounds or case.rounds
             compare(case, entrants, rounds)
             breakdown(case, steps=max(3, rounds * case.block // 3))
-        arithmetic(case)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 Prints ratios to torch-pruning's time (tracing and removing, L1 importance) of the same round: all take turns, so that a
 machine that is busy for a while is busy for all of them. Ours traces and verifies the network once, when the Pruner is
 made, and not again at each event; torch-pruning too can step again without building, so its step alone is given as
-well. What the event leaves in accuracy: ``prune_accuracy.py``.
+well. What the event leaves in accuracy: ``benchmarks.quality.prune_accuracy``.
 
-    python benchmarks/prune_cost.py
-    python benchmarks/prune_cost.py --network resnet20 --rounds 5
-    python benchmarks/prune_cost.py --quick
+    python -m benchmarks.speed.prune_cost
+    python -m benchmarks.speed.prune_cost --network resnet20 --rounds 5
+    python -m benchmarks.speed.prune_cost --quick
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import torch_pruning
-from common import CLASSES, clock, mini_vgg, train_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch_pruning.pruner.importance import GroupMagnitudeImportance
 
 import rlsprune
-from networks import mobilenet
+from benchmarks.common import CLASSES, clock, train_step
+from benchmarks.networks import mini_vgg, mobilenet
 from rlsprune.app.models import ResNet
 
 RATIO = 0.2

@@ -1,7 +1,7 @@
 """Learning rates for cross-entropy, batch norm and pretrained weights, on the embedded digits.
 
-`python benchmarks/settings.py` prints the tables of docs/settings.md: test accuracy in % after a few epochs on 2,000
-of the digits, one seed, one thread.
+`python -m benchmarks.quality.settings` prints the tables of docs/settings.md: test accuracy in % after a few epochs on
+2,000 of the digits, one seed, one thread.
 """
 
 from __future__ import annotations
@@ -195,12 +195,18 @@ def pruned(
 
 TABLES: dict[str, Callable[[Digits], None]] = {"scratch": from_scratch, "pretrained": pretrained, "knobs": knobs}
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--only", choices=TABLES, help="One of the tables. Default: all.")
+    parser.add_argument("--only", choices=TABLES, help="one of the tables; default: all")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name, table in TABLES.items():
         if options.only in (None, name):
             table(Digits(options.images))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 Activations are scaled by their range on a few training batches.
 
-    python benchmarks/int8.py runs/mnist-fnn-rls-seed0 --data-dir DATA
+    python -m benchmarks.quality.int8 runs/mnist-fnn-rls-seed0 --data-dir DATA
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What each part of `rls` is worth: leaves one out, or puts one in, and looks at images that no run has trained on.
 
-`python benchmarks/ablation.py mnist-fnn --seeds 0,1,2` prints a table: accuracy on validation images, which are
+`python -m benchmarks.quality.ablation mnist-fnn --seeds 0,1,2` prints a table: accuracy on validation images, which are
 training images of the data set that are left out of the runs. The test images are not looked at. Time is a ratio to the
 first variant's. Finished runs are kept in --out and not made again.
 """

@@ -1,6 +1,6 @@
 """Finished networks on all test images: the short presets look at 2,000, which tell two networks apart only by points.
 
-    python benchmarks/all_test_images.py RUN-OF-RLS RUN-OF-SCRATCH … --data-dir DATA
+    python -m benchmarks.quality.all_test_images RUN-OF-RLS RUN-OF-SCRATCH … --data-dir DATA
 
 The difference to the first run is of the same images, and its standard error counts only those that one of the two gets
 right and the other does not.

@@ -3,7 +3,7 @@
 A tiny network trains on random features, prunes at every epoch, and writes checkpoints and metrics as every run does.
 Prints what the process holds as it goes.
 
-    python benchmarks/soak_run.py --epochs 100
+    python -m benchmarks.speed.soak_run --epochs 100
 """
 
 from __future__ import annotations

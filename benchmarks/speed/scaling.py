@@ -1,6 +1,6 @@
 """What several processes give: state per rank, time per step and bytes sent, beside plain DistributedDataParallel.
 
-    python benchmarks/scaling.py [--network fnn|mini-vgg] [--batch 128] [--steps 20] [--ranks 1,2]
+    python -m benchmarks.speed.scaling [--network fnn|mini-vgg] [--batch 128] [--steps 20] [--ranks 1,2]
 
 Every rank is a process with one thread on this machine, talking through the loopback interface (gloo), and takes its
 share of the same batch. Times are medians of wall-clock steps as multiples of momentum SGD's under plain DDP on as many
@@ -21,16 +21,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import CLASSES, fnn, mini_vgg, paper_loss
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import rlsprune
+from benchmarks.common import CLASSES
+from benchmarks.networks import mini_vgg
+from rlsprune.app.config.losses import mean_squared_error
+from rlsprune.app.models import FNN
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "fnn": (fnn, (1, 28, 28)),
+    "fnn": (FNN, (784,)),
     "mini-vgg": (mini_vgg, (3, 32, 32)),
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -56,17 +59,17 @@ class Counter:
         ranks = getattr(optimizer, "ranks", None)
         if ranks is None:
             return
-        sum_, spread = ranks.sum_, ranks.spread
+        sum_, exchange = ranks.sum_, ranks.exchange
 
         def counted_sum(tensor: Tensor) -> None:
             self.ours += tensor.nbytes
             sum_(tensor)
 
-        def counted_spread(parts: Sequence[Sequence[Tensor]]) -> None:
+        def counted_exchange(parts: Sequence[Sequence[Tensor]]) -> None:
             self.ours += sum(tensor.nbytes for tensor in parts[ranks.rank])
-            spread(parts)
+            exchange(parts)
 
-        ranks.sum_, ranks.spread = counted_sum, counted_spread
+        ranks.sum_, ranks.exchange = counted_sum, counted_exchange
 
 
 def rank_main(network: str, batch: int, steps: int) -> None:
@@ -90,7 +93,7 @@ def rank_main(network: str, batch: int, steps: int) -> None:
             dist.barrier()
             started = time.perf_counter()
             optimizer.zero_grad()
-            paper_loss(model(images), labels).backward()
+            mean_squared_error(model(images), labels).backward()
             optimizer.step()
             dist.barrier()
             times.append(time.perf_counter() - started)
@@ -137,7 +140,7 @@ def main() -> None:
             port = str(free.getsockname()[1])
         shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
         shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, *sys.argv[1:]]
+        command = [sys.executable, "-m", "benchmarks.speed.scaling", *sys.argv[1:]]
         processes = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(ranks)]
         codes = [process.wait() for process in processes]
         if any(codes):

@@ -1,0 +1,31 @@
+"""Settings for all tests, the doctests of the package among them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The tests' tensors are small: a second thread costs more than it gives, and makes runs depend on the machine.
+torch.set_num_threads(1)
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
+ROOT = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """``--doctest-modules`` imports every file it is shown: those without an example or a test stay closed."""
+    if collection_path.suffix != ".py" or collection_path.name.startswith("test_"):
+        return None
+    if collection_path.is_relative_to(ROOT / "src") and ">>>" in collection_path.read_text(encoding="utf-8"):
+        return None
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _files_of_examples_go_elsewhere(request: pytest.FixtureRequest) -> None:
+    if isinstance(request.node, pytest.DoctestItem):
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
