@@ -86,7 +86,7 @@ def test_a_cut_without_the_refit_is_far_worse(trained: nn.Module) -> None:
     inputs = inputs_of(batches(0))
     form = ClosedForm(trained, inputs[0][:1], Pieces(inputs, [64] * 16), ignore=["input"])
     plan = form.plan({"params": 0.06})
-    form._cut(plan)
+    form.cut(plan)
     cut = accuracy(trained)
     form.apply(plan)
     assert accuracy(trained) > cut + 3

@@ -13,6 +13,7 @@ from rlsprune.graph import find_groups
 from rlsprune.prune.allocation import Costs
 from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, eliminate
 from rlsprune.prune.widths import choose_widths
+from rlsprune.statistics.inverse import from_rows
 
 
 def error(A: Tensor, W: Tensor, stay: list[int]) -> float:
@@ -70,10 +71,9 @@ def test_groups_of_a_convolution_add_up() -> None:
 
 def test_in_the_space_of_rows_it_is_the_same() -> None:
     torch.manual_seed(0)
-    rows, W, index = torch.randn(40, 30).double(), torch.randn(30, 3).double(), torch.arange(30).view(10, 3)
-    damping = 0.1
-    A = rows.T @ rows / 40 + damping * torch.eye(30).double()
-    inside, outside = ReaderInRows(rows, damping, W, index), Reader(A[None], W[None], index[None])
+    rows, W, index = torch.randn(20, 30).double(), torch.randn(30, 3).double(), torch.arange(30).view(10, 3)
+    A = rows.T @ rows / 20 + 0.1 * rows.square().mean() * torch.eye(30).double()
+    inside, outside = ReaderInRows(from_rows(rows, 0.1), W, index), Reader(A[None], W[None], index[None])
     for gone in ([3], [0, 9], [5, 6]):
         left = [unit for unit in range(10) if unit not in gone]
         inside.remove(torch.tensor(gone))

@@ -17,6 +17,7 @@ from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows,
 from rlsprune.prune.leastsquares import MOST_INPUTS
 from rlsprune.prune.rebuild import Batches, affine_of, draw_places
 from rlsprune.prune.replay import Replay, Stop, closing
+from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
 
 __all__ = ["Choice", "find_curves"]
@@ -150,16 +151,13 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader | None:
     index = input_rows(layer, member.index)
     if width > MOST_INPUTS and groups == 1:
         part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
-        return ReaderInRows(part, _damping(part), (matrix * counts)[0], index[0])
+        return ReaderInRows(from_rows(part, _DAMPING), (matrix * counts)[0], index[0])
     return Reader(_autocorrelation(rows), matrix * counts, index)
-
-
-def _damping(rows: Tensor) -> float:
-    return _DAMPING * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
 
 
 def _autocorrelation(rows: Tensor) -> Tensor:
     """``XᵀX/m``, damped."""
     result = exact(rows.mT @ rows) / rows.shape[1]
-    result.diagonal(dim1=-2, dim2=-1).add_(_damping(rows))
+    damping = _DAMPING * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
+    result.diagonal(dim1=-2, dim2=-1).add_(damping)
     return result

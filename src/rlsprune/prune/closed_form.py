@@ -77,22 +77,26 @@ class ClosedForm:
         self._model, self._example, self._batches, self._report = model, example_inputs, batches, report
         self._least, self._round_to = min_channels, round_to
         report("finding channels", 0, None)
-        self._graph = find_groups(model, example_inputs, ignore)
-        if not self._graph.groups:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._graph.skipped.items())
+        self.graph = find_groups(model, example_inputs, ignore)
+        """The channels that may go."""
+        if not self.graph.groups:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.graph.skipped.items())
             raise ValueError(f"the model has nothing to prune. {reasons}")
         self._whole = bare_copy(model).eval()
         self._budget = Budget(model, example_inputs, {})
         self._start = Snapshot(model, copy=True)
         with evaluating(self._whole):
-            self._sites = find_sites(self._whole, batches.calls[0])
-            self._choice = find_curves(
+            self.sites = find_sites(self._whole, batches.calls[0])
+            """The calls of its layers."""
+            choice = find_curves(
                 self._whole,
-                self._graph,
-                self._sites,
+                self.graph,
+                self.sites,
                 batches,
                 lambda name, done, total: report(f"choosing: {name}", done, total),
             )
+        self.curves, self._shared = choice.curves, choice.shared
+        """Name of a group → which of its units go first, and what that costs."""
 
     @property
     def whole(self) -> nn.Module:
@@ -110,13 +114,13 @@ class ClosedForm:
 
     def apply(self, plan: Plan) -> None:
         """The whole network, cut and refitted."""
-        kept = self._cut(plan)
+        kept = self.cut(plan)
         self._report("refitting", 0, None)
         with evaluating(self._model):
             rebuild(
                 self._whole,
                 self._model,
-                self._sites,
+                self.sites,
                 kept,
                 self._batches,
                 on_layer=lambda name, done, total: self._report(f"refitting: {name}", done, total),
@@ -144,7 +148,7 @@ class ClosedForm:
         for _ in range(_MEASURED_STEPS):
             plan = self._planned(proxy, aim)
             self._report(f"measuring {what}", 0, None)
-            self._cut(plan)
+            self.cut(plan)
             reached = self._relative(what) <= share
             self.restore()
             if reached:
@@ -164,27 +168,25 @@ class ClosedForm:
         return statistics.median(ratios)
 
     def _planned(self, what: str, share: float) -> Plan:
-        groups = [group for group in self._graph if group.size > 1]
+        groups = [group for group in self.graph if group.size > 1]
         tensors = self._budget.tensors_of(what)
         gone = choose_widths(
-            self._choice.curves,
+            self.curves,
             groups,
             Costs(tensors, groups),
             share * sum(tensors.values()),
             least=self._least,
             round_to=self._round_to,
         )
-        return Plan(gone, sum(self._choice.curves[name].costs[count] for name, count in gone.items()))
+        return Plan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()))
 
     # --- the cut ------------------------------------------------------------------------------------------------------
 
-    def _cut(self, plan: Plan) -> dict[str, Tensor]:
-        """Cuts the whole network; returns which outputs each layer keeps."""
+    def cut(self, plan: Plan) -> dict[str, Tensor]:
+        """The whole network, cut and not refitted; returns which outputs each layer that lost any keeps."""
         self.restore()
         chosen = [
-            (self._graph[name], sorted(self._choice.curves[name].order[:count]))
-            for name, count in plan.gone.items()
-            if count
+            (self.graph[name], sorted(self.curves[name].order[:count])) for name, count in plan.gone.items() if count
         ]
         cuts = plan_cuts(chosen)
         self._refit_shared(cuts)
@@ -197,7 +199,7 @@ class ClosedForm:
 
     def _refit_shared(self, cuts: Cuts) -> None:
         """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
-        for name, autocorrelation in self._choice.shared.items():
+        for name, autocorrelation in self._shared.items():
             stay = cuts.stay.get((name, "in"))
             layer = self._model.get_submodule(name)
             if stay is None or (

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlsprune.model.tensors import exact, sub_matrix
-from rlsprune.statistics.inverse import SampleInverse, cholesky_positive
+from rlsprune.model.tensors import sub_matrix
+from rlsprune.statistics.inverse import Inverse, cholesky_positive
 
 __all__ = ["Curve", "FixedScores", "Reader", "ReaderInRows", "UnitReader", "eliminate"]
 
@@ -105,16 +105,15 @@ class ReaderInRows:
     """A layer with too many inputs for that: P is never made, a share of the units goes at a time.
 
     Args:
-        rows: Sampled inputs, ``(m, n)``.
-        damping: Added to the diagonal of their autocorrelation.
+        P: Of its inputs, from fewer rows than inputs.
         weights: ``(n, outputs)``, scaled.
         index: Which inputs are each unit's: ``(units, k)``.
     """
 
     least_step = 1 / _ROUNDS_IN_ROWS
 
-    def __init__(self, rows: Tensor, damping: float, weights: Tensor, index: Tensor) -> None:
-        self._P, self._W, self._index = SampleInverse(exact(rows), damping), weights.clone(), index
+    def __init__(self, P: Inverse, weights: Tensor, index: Tensor) -> None:
+        self._P, self._W, self._index = P, weights, index
         self._left = torch.arange(len(index))
 
     def scores(self) -> Tensor:
