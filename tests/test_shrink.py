@@ -81,10 +81,10 @@ def test_the_target_is_reached_at_once_from_inputs_alone(trained: nn.Module, wha
 
 def test_a_cut_without_the_refit_is_far_worse(trained: nn.Module) -> None:
     from rlsprune.prune.closed_form import ClosedForm
-    from rlsprune.prune.rebuild import Batches as Pieces
+    from rlsprune.prune.rebuild import Calibration
 
     inputs = inputs_of(batches(0))
-    form = ClosedForm(trained, inputs[0][:1], Pieces(inputs, [64] * 16), ignore=["input"])
+    form = ClosedForm(trained, inputs[0][:1], Calibration(inputs, [64] * 16), ignore=["input"])
     plan = form.plan({"params": 0.06})
     form.cut(plan)
     cut = accuracy(trained)

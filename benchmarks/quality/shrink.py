@@ -37,7 +37,7 @@ from rlsprune.model.cost import count
 from rlsprune.prune.closed_form import ClosedForm, Plan
 from rlsprune.prune.criteria import l1
 from rlsprune.prune.elimination import Curve
-from rlsprune.prune.rebuild import Batches
+from rlsprune.prune.rebuild import Calibration
 
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 CALIBRATION, BATCH = 2048, 128
@@ -187,7 +187,7 @@ RIVALS = {
 def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
     """Ours, and ours without each of its parts."""
     model = copy.deepcopy(case.model)
-    form = ClosedForm(model, case.example, Batches(case.images, [len(x) for x in case.images]))
+    form = ClosedForm(model, case.example, Calibration(case.images, [len(x) for x in case.images]))
     curves, sites, plan = dict(form.curves), dict(form.sites), form.plan({"flops": flops})
     groups = form.graph.groups
 

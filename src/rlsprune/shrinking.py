@@ -20,7 +20,7 @@ from rlsprune.model.cost import count
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.closed_form import ClosedForm, Report
-from rlsprune.prune.rebuild import Batches
+from rlsprune.prune.rebuild import Calibration
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.training.batches import GivenBatches, Pair, split
 from rlsprune.training.guard import Guard
@@ -204,7 +204,7 @@ class _Cutter:
         self,
         model: nn.Module,
         example: ExampleInputs,
-        batches: Batches,
+        batches: Calibration,
         ignore: tuple[str, ...],
         min_channels: int,
         round_to: int,
@@ -413,11 +413,11 @@ class _Front:
             self._started += time.perf_counter() - before
 
 
-def _pieces(sample: Iterable[Pair]) -> Batches:
+def _pieces(sample: Iterable[Pair]) -> Calibration:
     """Inputs alone, in pieces that many forwards can hold."""
     calls: list[ExampleInputs] = []
     for inputs, _ in sample:
         entries = sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
         each = max(1, entries // max(batch_size(inputs), 1))
         calls += split(inputs, max(1, min(_PIECE, _PIECE_ENTRIES // each)))
-    return Batches(calls, [batch_size(call) for call in calls])
+    return Calibration(calls, [batch_size(call) for call in calls])

@@ -20,7 +20,7 @@ from rlsprune.prune.allocation import Costs
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.choice import find_curves
 from rlsprune.prune.norms import make_consistent
-from rlsprune.prune.rebuild import Batches, rebuild
+from rlsprune.prune.rebuild import Calibration, rebuild
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
 from rlsprune.prune.widths import choose_widths
@@ -67,7 +67,7 @@ class ClosedForm:
         self,
         model: nn.Module,
         example_inputs: ExampleInputs,
-        batches: Batches,
+        batches: Calibration,
         *,
         ignore: Iterable[str] = (),
         min_channels: int = 1,
