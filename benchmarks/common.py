@@ -60,6 +60,7 @@ def contenders(muon_bfloat16: bool = False) -> list[Contender]:
     found = [
         Contender("SGD momentum", _sgd, 0.1, (0.03, 0.1, 0.3)),
         Contender("RLS", lambda model, lr: [rlsprune.RLS(model, lr=lr)], 1.0, (1.0,)),
+        Contender("RLS, P whole", lambda model, lr: [rlsprune.RLS(model, lr=lr, rank=None)], 1.0, (1.0,)),
         Contender("AdamW", lambda model, lr: [torch.optim.AdamW(model.parameters(), lr=lr)], 1e-3, (3e-4, 1e-3, 3e-3)),
     ]
     if not muon_bfloat16:

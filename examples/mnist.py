@@ -3,7 +3,7 @@
     python examples/mnist.py --data DIR        # the folder of MNIST's four idx files, plain or gzipped
     python examples/mnist.py --epochs 10       # made-up images, in seconds
 
-With --data and seed 0 it prints: 130,221 of 1,333,770 parameters (9.8%), 99.19 % accuracy, 138 s of processor time.
+With --data and seed 0 it prints: 130,221 of 1,333,770 parameters (9.8%), 99.18 % accuracy, 131 s of processor time.
 """
 
 import argparse
@@ -40,11 +40,11 @@ def read(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     return arrays[0].view(-1, 28, 28) / 255, arrays[1].long()
 
 
-def made_up(count: int, seed: int) -> tuple[Tensor, Tensor]:
+def made_up(count: int) -> tuple[Tensor, Tensor]:
     """The same of ten patterns inside a black margin, under noise."""
     patterns = torch.rand(10, 1, 5, 5, generator=torch.Generator().manual_seed(0))
     clean = nn.functional.pad(nn.functional.interpolate(patterns, 20, mode="bilinear"), (4,) * 4)[:, 0]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(count)
     labels = torch.randint(10, (count,), generator=generator)
     return clean[labels] * torch.rand(count, 28, 28, generator=generator), labels
 
@@ -74,9 +74,10 @@ def train(images: Tensor, labels: Tensor, epochs: int, seed: int) -> nn.Module:
     # With a small k, and a P that starts anew at a prune, what is left of the network learns as fast as at first.
     optimizer = rlsprune.RLS(model, mean_scale=0.01)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (1 - step / (epochs * steps)) / 0.4))
-    settings = {"ratio": 0.4, "warmup_epochs": 1, "inverse": "reset", "tolerance": 0.05, "patience": 3}
-    example, target = images[:1].flatten(1), {"params": 0.1}
-    pruner = rlsprune.Pruner(model, optimizer, example, **settings, target=target, on_prune=print)
+    example, goal = images[:1].flatten(1), {"params": 0.1}
+    pruner = rlsprune.Pruner(
+        model, optimizer, example, ratio=0.4, warmup_epochs=1, inverse="reset", tolerance=0.05, patience=3, target=goal
+    )
     pruner.follow(average)  # the mean loses the same channels
     for epoch in range(1, epochs + 1):
         if pruner.done and pruner.recovered:
@@ -91,6 +92,7 @@ def train(images: Tensor, labels: Tensor, epochs: int, seed: int) -> nn.Module:
             if epoch > 0.6 * epochs:
                 pruner.stop()  # the rest is for recovery
             pruner.step(evaluate(average, images[held_out], labels[held_out])[0])
+            print(pruner, flush=True)
     pruner.finish()  # if the last prune did not recover, back to the network before it
     return average.module
 
@@ -103,10 +105,8 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="mnist.safetensors")
     options = parser.parse_args(arguments)
-    if options.data:
-        train_set, test_set = read(options.data, "train"), read(options.data, "t10k")
-    else:
-        train_set, test_set = made_up(1500, seed=1), made_up(500, seed=2)
+    parts = (("train", 1500), ("t10k", 500))
+    train_set, test_set = (read(options.data, part) if options.data else made_up(count) for part, count in parts)
     small = train(*train_set, options.epochs, options.seed)
     before, after = (sum(p.numel() for p in network.parameters()) for network in (build_model(), small))
     print(f"{after:,} of {before:,} parameters ({after / before:.1%}), {evaluate(small, *test_set)[1]:.2f} % accuracy")

@@ -62,7 +62,6 @@ def train(model: nn.Module, sequences: Tensor, labels: Tensor, epochs: int) -> r
         warmup_epochs=6,
         tolerance=0.2,
         min_channels=4,
-        on_prune=print,
     )
     print(f"can shrink: {', '.join(group.name for group in pruner.groups)}")
     for epoch in range(1, epochs + 1):
@@ -74,6 +73,7 @@ def train(model: nn.Module, sequences: Tensor, labels: Tensor, epochs: int) -> r
         if epoch > 0.8 * epochs:
             pruner.stop()  # the rest is for recovery
         pruner.step(evaluate(model, sequences[:held], labels[:held])[0])
+        print(pruner, flush=True)
     pruner.finish()
     return pruner
 

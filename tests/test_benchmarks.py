@@ -75,6 +75,7 @@ SMALL = {
     "speed.step_cost": ("--network fnn --threads 1 --rounds 1 --only rls", "| RLS "),
     "speed.prune_cost": ("--quick", "| RLS: obs, exact P |"),
     "speed.soak_run": ("--epochs 5", "500 steps, 5 prunes"),
+    "speed.scaling": ("--ranks 2 --steps 1", "2 RLS, P whole "),
     "quality.convergence": ("--quick --only rls,sgd --out {out}/curves", "| RLS | 1 (default) | 28 |"),
     "quality.prune_accuracy": ("--quick", "| ours: obs, exact P "),
     "quality.settings": ("--images 200 --only knobs", "| 0.6 | "),
@@ -92,11 +93,11 @@ SMALL = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALL)
 def test_small_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments, printed = SMALL[name]
     start(name, arguments.format(out=tmp_path), monkeypatch)
-    assert printed in capsys.readouterr().out
+    assert printed in capfd.readouterr().out
 
 
 @pytest.mark.slow

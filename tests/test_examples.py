@@ -59,7 +59,7 @@ def test_public_api_alone(name: str) -> None:
 @given("mnist")
 def test_mnist(example: object, tmp_path: Path) -> None:
     small = example.main(["--epochs", "6", "--out", "small"])
-    images, labels = example.made_up(500, 2)
+    images, labels = example.made_up(500)
     check(small, tmp_path / "small", example.build_model(), images.flatten(1), labels, most=0.5)
 
 
@@ -89,7 +89,7 @@ def test_mnist_moves_by_a_pixel_at_most(example: object) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("rls", marks=pytest.mark.slow)])
 def test_resnet(example: object, optimizer: str, tmp_path: Path) -> None:
     small = example.main(["--epochs", "5", "--optimizer", optimizer, "--out", "small"])
-    images, labels = example.made_up(500, 2)
+    images, labels = example.made_up(500)
     check(small, tmp_path / "small", example.build_model(1), images, labels, most=0.5)
 
 

@@ -5,8 +5,7 @@
 Every rank is a process with one thread on this machine, talking through the loopback interface (gloo), and takes its
 share of the same batch. Times are medians of wall-clock steps as multiples of momentum SGD's under plain DDP on as many
 ranks, in the same processes one after the other; with fewer free cores than ranks they say nothing. Bytes are what one
-rank hands to collective operations in a step, before the backend's own algorithm multiplies them (by about 2 for a
-ring's all-reduce, by 1 for a broadcast).
+rank hands to all-reduce in a step, before the backend's own algorithm multiplies them (by about 2 for a ring).
 """
 
 import argparse
@@ -16,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 class Counter:
-    """Bytes that this rank hands to collective operations."""
+    """Bytes that this rank hands to all-reduce."""
 
     def __init__(self) -> None:
         self.gradients = self.ours = 0
@@ -55,21 +55,17 @@ class Counter:
         return allreduce_hook(group, bucket)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Counts what RLS says to the other ranks in a step: sums, and the weights that this rank sends."""
+        """Counts what RLS says to the other ranks in a step: the sums of its mean inputs."""
         ranks = getattr(optimizer, "ranks", None)
         if ranks is None:
             return
-        sum_, exchange = ranks.sum_, ranks.exchange
+        sum_ = ranks.sum_
 
         def counted_sum(tensor: Tensor) -> None:
             self.ours += tensor.nbytes
             sum_(tensor)
 
-        def counted_exchange(parts: Sequence[Sequence[Tensor]]) -> None:
-            self.ours += sum(tensor.nbytes for tensor in parts[ranks.rank])
-            exchange(parts)
-
-        ranks.sum_, ranks.exchange = counted_sum, counted_exchange
+        ranks.sum_ = counted_sum
 
 
 def rank_main(network: str, batch: int, steps: int) -> None:
@@ -141,7 +137,8 @@ def main() -> None:
         shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
         shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, "-m", "benchmarks.speed.scaling", *sys.argv[1:]]
-        processes = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(ranks)]
+        root = Path(__file__).parents[2]
+        processes = [subprocess.Popen(command, cwd=root, env={**shared, "RANK": str(rank)}) for rank in range(ranks)]
         codes = [process.wait() for process in processes]
         if any(codes):
             sys.exit("a rank failed")

@@ -1,40 +1,42 @@
-"""A network that someone else has trained, made smaller: prune, recover, look, again."""
+"""A network that someone else has trained, made smaller: at once in closed form, or in rounds with training between."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune.model.arguments import check_argument
+from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
 from rlsprune.model.cost import count
-from rlsprune.model.modes import evaluating
+from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.pruner import Pruner
+from rlsprune.prune.closed_form import ClosedForm, Report
+from rlsprune.prune.rebuild import Calibration
 from rlsprune.prune.snapshot import Snapshot
-from rlsprune.training.batches import OnDevice
+from rlsprune.training.batches import GivenBatches, Pair, split
 from rlsprune.training.guard import Guard
-from rlsprune.training.loop import Batch, Loss, evaluate, train_epoch
+from rlsprune.training.loop import Loss, train_epoch
+from rlsprune.training.objective import Objective
 
-__all__ = ["FrontPoint", "Shrunk", "shrink"]
+__all__ = ["FrontPoint", "Progress", "Score", "Shrunk", "shrink"]
 
-# Batches that an event's statistics come from: enough for the most rows that are kept of a layer.
-_CALIBRATION_BATCHES = 32
-_WEIGHED = 512  # held-out inputs that tell what cutting a layer costs
+_SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the smallest
+# Inputs that run together: at most so many, and fewer if one has more entries than the second number over them.
+_PIECE, _PIECE_ENTRIES = 128, 2**22
 
 Score = Callable[[nn.Module], float]
-"""How good a network is, higher is better."""
+"""How good a network is, higher is better. It is called with the network itself, to be left as it is."""
 
-Progress = Callable[[str, int, int | None], object]
+Progress = Report
 """Is told what is being done, how much of it is done, and of how much: None where nobody knows."""
 
 
@@ -48,7 +50,7 @@ class FrontPoint:
     score: float
     """After recovery."""
     score_pruned: float
-    """Right after the event, before any training."""
+    """Right after the cut, before any training."""
     epochs: int
     """Of recovery, since the beginning."""
     seconds: float
@@ -66,7 +68,7 @@ class Shrunk:
     chosen: FrontPoint
     """Which point of the front it is."""
     front: tuple[FrontPoint, ...]
-    """The given network first, then one point for each event, smaller and smaller."""
+    """The given network first, then the sizes that were tried, in the order in which they were."""
 
     def __str__(self) -> str:
         first = self.front[0]
@@ -75,7 +77,7 @@ class Shrunk:
             mark = "  ← this one" if point is self.chosen else ""
             lines.append(
                 f"{point.params:>12,} {100 * point.params / first.params:>6.1f} "
-                f"{100 * point.flops / first.flops:>8.1f} {point.score:>8.2f} {point.score_pruned:>12.2f} "
+                f"{100 * point.flops / max(first.flops, 1):>8.1f} {point.score:>8.2f} {point.score_pruned:>12.2f} "
                 f"{point.epochs:>7}{mark}"
             )
         return "\n".join(lines)
@@ -83,160 +85,239 @@ class Shrunk:
 
 def shrink(
     model: nn.Module,
-    data: Iterable[Batch],
+    batches: Iterable[Any],
     *,
     target: Mapping[str, float] | None = None,
     max_drop: float | None = None,
-    valid: Iterable[Batch] | None = None,
-    loss: Loss = F.cross_entropy,
+    valid: Iterable[Any] | None = None,
+    loss: Loss | None = None,
     score: Score | None = None,
+    recovery_epochs: int = 0,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
-    ratio: float = 0.2,
-    recovery_epochs: int = 2,
-    criterion: str = "obs",
+    ratio: float = 0.3,
     ignore: Iterable[str] = (),
+    min_channels: int = 1,
     round_to: int = 1,
-    allocate: bool = True,
+    calibration: int = 2048,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
     on_progress: Progress | None = None,
 ) -> Shrunk:
     """Makes a trained network as small as the target or the allowed drop lets it be.
 
-    Each round removes a share of the channels, from the layers where that costs the held-out loss least, refits the
-    layers that read them from the exact statistics of their inputs, and trains at a rate that falls to zero, until the
-    score is back or the epochs of recovery are used up.
+    Without recovery epochs it does so at once and in closed form, from inputs alone: channels go where that changes
+    what the layers say least, and every layer is refitted, in order, to what the given network says. With recovery
+    epochs it does the same in rounds, each taking ``ratio`` of what is left, and trains after each round, at a rate
+    that falls to zero, until the score is back or the epochs are used up.
 
     Args:
         model: Trained by anyone, with any optimizer. It is changed in place.
-        data: Training batches of (inputs, labels), to be gone through many times, as a ``DataLoader`` is.
+        batches: To be gone through many times, as a list or a ``DataLoader`` is. Each is a tensor of inputs, a pair
+            ``(inputs, targets)``, or a dict of keyword arguments whose ``labels``, if there are any, are the targets.
+            Inputs may be a tensor, a tuple of arguments or a dict of them; several inputs without targets come as a
+            dict or as ``((one, other), None)``. Shuffled, unless it is a list: the first ``calibration`` inputs count.
         target: End at this fraction of the given network: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
             ``{"latency": 0.5}``.
-        max_drop: End when the score stays more than this below the given network's, in the score's own unit, and go
-            back to the smallest network that was within it.
-        valid: Batches that the score is measured on; None for the training batches, which flatters.
-        loss: From outputs and labels.
-        score: None for the percentage of inputs whose class is found.
-        optimizer: Makes the one that recovers; None for ``RLS(model, lr=0.1)``.
-        ratio: The share of a layer's channels that goes in a round; with ``allocate`` of all of them, more or less.
-        recovery_epochs: At most, after each round.
-        criterion: As of `rlsprune.Pruner`.
+        max_drop: The score may fall by so much, in its own unit: the smallest network within that is given back. With a
+            target as well, none smaller than the target.
+        valid: Batches that the score is measured on; None for those that the layers are refitted on.
+        loss: Of recovery, from outputs and targets. None: without targets, how far the outputs are from the given
+            network's (Kullback-Leibler divergence of class scores, else the squared difference over the variance); with
+            class labels, the mean of that and cross-entropy; with other targets, the mean squared error.
+        score: From a network to a number, higher is better; it leaves the network as it is. None: accuracy in percent
+            for class labels; without targets the percentage of inputs whose class is the given network's, if its
+            outputs look like class scores; else minus the loss.
+        recovery_epochs: At most, after each round; 0 for no training at all.
+        optimizer: Makes the one that recovers, anew for each round; None for ``RLS(model, lr=0.1)``.
+        ratio: With recovery, the share of the targeted cost that goes in a round.
         ignore: Names of layers that keep all their channels.
+        min_channels: What every layer keeps at least.
         round_to: Layers keep a multiple of this many channels.
-        allocate: Whether a round takes more from the layers where it costs the loss less, on a sample of the batches
-            that are scored, and as much in all; if not, it takes ``ratio`` of every layer.
+        calibration: Inputs that channels are chosen and layers refitted on.
         on_point: Called with each point and the network as it is there.
-        on_progress: Called with what is being done, as in ``("round 2, recovery epoch 1 of 2", 57, 469)`` after 57 of
-            469 batches, or ``("round 2, pruning", 0, None)``: for a progress bar.
+        on_progress: Called with what is being done, as in ``("refitting: layer1.0.conv1", 3, 21)`` or
+            ``("round 2, recovery epoch 1 of 2", 57, 469)``: for a progress bar.
 
     Returns:
         The network and the front. With ``max_drop`` it is the smallest within it, else the last.
 
     Raises:
-        ValueError: Neither target nor max_drop is given, or there is no batch, or an iterator that ends after one use.
+        ValueError: Neither target nor max_drop is given, or there is no batch, or an iterator that ends after one use,
+            or the score cannot tell the network from one that always says the same.
         FloatingPointError: Recovery diverged. The network is then the last good one.
 
     Examples:
         >>> import torch, rlsprune
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
-        >>> inputs = torch.rand(256, 8)
-        >>> batches = [(inputs[i : i + 32], (inputs[i : i + 32, 0] > 0.5).long()) for i in range(0, 256, 32)]
-        >>> small = rlsprune.shrink(model, batches, target={"params": 0.3}, valid=batches)
-        >>> small.chosen.params <= 0.3 * small.front[0].params
+        >>> small = rlsprune.shrink(model, torch.rand(8, 32, 8), target={"params": 0.5})
+        >>> small.chosen.params <= 0.5 * small.front[0].params
         True
     """
     if target is None and max_drop is None:
         raise ValueError("give target, max_drop, or both: without either there is no end to pruning")
     check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, recovery_epochs >= 0, "at least 0")
-    for name, given in (("data", data), ("valid", valid)):
-        if isinstance(given, Iterator):
-            raise ValueError(
-                f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
-            )
-    if valid is None and (score is None or allocate):
-        warnings.warn("shrink measures on the training batches: give valid= held-out ones", stacklevel=2)
+    check_argument("ratio", ratio, 0 < ratio < 1, "above 0 and below 1")
+    check_argument("calibration", calibration, calibration >= 1, "at least 1")
+    check_argument("min_channels", min_channels, min_channels >= 1, "at least 1")
+    check_argument("round_to", round_to, round_to >= 1, "at least 1")
+    known = ("params", "flops", "latency")
+    for what, share in (target or {}).items():
+        check_argument("target", target, what in known and 0 < share < 1, f"fractions of {', '.join(known)}")
+    if max_drop is not None and valid is None and score is None:
+        warnings.warn("max_drop is measured on batches that layers are refitted on: give valid=", stacklevel=2)
+    model = unwrap(model)
     device = next(model.parameters()).device
-    batches = OnDevice(data, device, "data")
-    scored = batches if valid is None else OnDevice(valid, device, "valid")
+    given = GivenBatches(batches, device, "batches")
+    sample = given.sample(calibration)
+    scored: Iterable[Pair] = sample if valid is None else GivenBatches(valid, device, "valid")
+    whole = bare_copy(model).eval()
+    objective = Objective(whole, sample[0], loss)
     tell: Progress = on_progress or (lambda stage, done, total: None)
-    measure = score or (lambda network: evaluate(network, scored, loss).accuracy)
 
-    def told_score(network: nn.Module) -> float:
+    def measure(network: nn.Module) -> float:
         tell("scoring", 0, None)
-        return measure(network)
+        return float(score(network) if score is not None else objective.score(network, scored))
 
-    example = batches.example
-    held_out_loss = _held_out_loss(model, scored.sample(_WEIGHED), loss) if allocate else None
     was_training = model.training
-    recovery = RLS(model, lr=0.1) if optimizer is None else optimizer(model)
+    cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
+    front = _Front(model, given.example, measure, max_drop, on_point)
     with contextlib.ExitStack() as stack:
-        if isinstance(recovery, RLS):
-            stack.callback(recovery.close)
-        pruner = Pruner(
-            model,
-            recovery,
-            example,
-            ratio=ratio,
-            criterion=criterion,
-            ignore=ignore,
-            round_to=round_to,
-            target=target,
-            held_out_loss=held_out_loss,
-        )
-        stack.callback(pruner.close)
+        stack.callback(forget_compiled_code)
         stack.callback(model.train, was_training)
-        guard, epoch_batches = Guard(model), len(batches)
-        steps = max(1, recovery_epochs * epoch_batches)
-        front = _Front(model, recovery, example, told_score, max_drop, on_point)
         stack.callback(front.restore)
-
-        def loss_of(inputs: Tensor, labels: Tensor) -> Tensor:
-            return loss(model(inputs), labels)
-
-        def recover(name: str) -> None:
-            rate = LambdaLR(recovery, lambda step: max(0.0, 1 - step / steps))
-            for epoch in range(1, recovery_epochs + 1):
-                stage = f"{name}, recovery epoch {epoch} of {recovery_epochs}"
-
-                def on_batch(number: int, loss: Tensor, stage: str = stage) -> None:
-                    rate.step()
-                    tell(stage, number, epoch_batches)
-
-                guard.start_epoch(front.epochs + 1, after_prune=epoch == 1)
-                trained = train_epoch(model, recovery, batches, loss_of, guard=guard, on_batch=on_batch)
-                guard.epoch_loss("training", trained.mean)
-                front.trained()
-                if front.recovered:
-                    return
-
-        while front.points[-1].within and not pruner.target_reached:
-            name = f"round {len(front.points)}"
-            tell(f"{name}, pruning", 0, None)
-            pruner.calibrate(itertools.islice(batches, _CALIBRATION_BATCHES))
-            if pruner.prune() is None:
-                break
-            front.pruned()
-            recover(name)
-            front.add()
+        if max_drop is not None:
+            front.check()
+        if recovery_epochs:
+            make = optimizer or (lambda network: RLS(network, lr=0.1))
+            recovery = _Recovery(model, given, objective, make, recovery_epochs, tell)
+            _in_rounds(front, cutter, recovery, target, ratio)
+        else:
+            _at_once(front, cutter, target, max_drop)
     return Shrunk(model, front.chosen, tuple(front.points))
 
 
-def _held_out_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> Callable[[], float]:
-    """The mean loss of the network as it is; it is called in evaluation mode."""
+class _Cutter:
+    """Cuts and refits the network as it is."""
 
-    def mean() -> float:
-        total = sum(float(loss(model(inputs), labels)) * len(labels) for inputs, labels in batches)
-        return total / sum(len(labels) for _, labels in batches)
+    def __init__(
+        self,
+        model: nn.Module,
+        example: ExampleInputs,
+        batches: Calibration,
+        ignore: tuple[str, ...],
+        min_channels: int,
+        round_to: int,
+        tell: Progress,
+    ) -> None:
+        self._model, self._example, self._batches, self._tell = model, example, batches, tell
+        self._ignore, self._min_channels, self._round_to = ignore, min_channels, round_to
 
-    with evaluating(model):
-        first = mean()
-    if not math.isfinite(first):
-        raise ValueError(
-            f"the loss of the given network is {first} on a sample of the batches that are scored, so it cannot tell "
-            "which layers to cut: check loss and labels, or give allocate=False"
+    def look(self, stage: str = "") -> ClosedForm:
+        """From the network as it is now."""
+
+        def report(what: str, done: int, total: int | None) -> None:
+            self._tell(f"{stage}{what}", done, total)
+
+        return ClosedForm(
+            self._model,
+            self._example,
+            self._batches,
+            ignore=self._ignore,
+            min_channels=self._min_channels,
+            round_to=self._round_to,
+            report=report,
         )
-    return mean
+
+
+def _at_once(front: _Front, cutter: _Cutter, target: Mapping[str, float] | None, max_drop: float | None) -> None:
+    """Closed form: one cut, or a search by halving for the smallest network within the drop."""
+    form = cutter.look()
+
+    def attempt(wanted: Mapping[str, float]) -> bool:
+        plan = form.plan(wanted)
+        form.apply(plan)
+        front.pruned()
+        front.add()
+        return front.points[-1].within
+
+    lowest = dict(target) if target else {"flops": 0.0}
+    if attempt(lowest) or max_drop is None:
+        return
+    low, high = 0.0, 1.0  # how far from the lowest towards the whole network
+    for _ in range(_SEARCH_STEPS):
+        middle = (low + high) / 2
+        if attempt({what: share + middle * (1 - share) for what, share in lowest.items()}):
+            high = middle
+        else:
+            low = middle
+
+
+def _in_rounds(
+    front: _Front, cutter: _Cutter, recovery: _Recovery, target: Mapping[str, float] | None, ratio: float
+) -> None:
+    """Cut, train, look; again."""
+    kept = dict.fromkeys(target or {"flops": 0.0}, 1.0)  # of the given network, by what was aimed at so far
+    while front.points[-1].within:
+        name = f"round {len(front.points)}"
+        form = cutter.look(f"{name}, ")
+        step = {what: max(1 - ratio, (target or {}).get(what, 0.0) / share) for what, share in kept.items()}
+        plan = form.plan(step)
+        if not any(plan.gone.values()):
+            break
+        form.apply(plan)
+        kept = {what: share * step[what] for what, share in kept.items()}
+        front.pruned()
+        recovery.run(name, front)
+        front.add()
+        if target and any(share <= target[what] * (1 + 1e-9) for what, share in kept.items()):
+            break
+
+
+class _Recovery:
+    """Training after a cut."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: GivenBatches,
+        objective: Objective,
+        optimizer: Callable[[nn.Module], Optimizer],
+        epochs: int,
+        tell: Progress,
+    ) -> None:
+        self._model, self._batches, self._objective = model, batches, objective
+        self._make, self._epochs, self._tell = optimizer, epochs, tell
+        self._guard = Guard(model)
+
+    def run(self, name: str, front: _Front) -> None:
+        """Until the score is back, or the epochs are used up."""
+        optimizer, batches = self._make(self._model), len(self._batches)
+        steps = max(1, self._epochs * batches)
+        rate = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+
+        def loss_of(inputs: Any, targets: Any) -> Tensor:
+            return self._objective.loss(self._model, inputs, targets)
+
+        try:
+            for epoch in range(1, self._epochs + 1):
+                stage = f"{name}, recovery epoch {epoch} of {self._epochs}"
+
+                def on_batch(number: int, loss: Tensor, stage: str = stage) -> None:
+                    rate.step()
+                    self._tell(stage, number, batches)
+
+                self._guard.start_epoch(front.epochs + 1, after_prune=epoch == 1)
+                trained = train_epoch(
+                    self._model, optimizer, self._batches, loss_of, guard=self._guard, on_batch=on_batch
+                )
+                self._guard.epoch_loss("training", trained.mean)
+                front.trained()
+                if front.recovered:
+                    return
+        finally:
+            if isinstance(optimizer, RLS):
+                optimizer.close()
 
 
 class _Front:
@@ -245,25 +326,46 @@ class _Front:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        example: Tensor,
+        example: ExampleInputs,
         score: Score,
         max_drop: float | None,
         on_point: Callable[[FrontPoint, nn.Module], object] | None,
     ) -> None:
-        self._model, self._optimizer, self._example = model, optimizer, example
+        self._model, self._example = model, example
         self._score_of, self._max_drop, self._on_point = score, max_drop, on_point
         self._started, self.epochs = time.perf_counter(), 0
         self.points: list[FrontPoint] = []
         self.pruned()
+        if self._score != self._score:
+            raise ValueError("the score of the given network is not a number: check score, loss and targets")
         self.add()
 
+    def check(self) -> None:
+        """Refuses a score that is the same for a network that always says the same.
+
+        Raises:
+            ValueError: It is.
+        """
+        before = Snapshot(self._model, copy=True)
+        try:
+            with torch.no_grad():
+                for parameter in self._model.parameters():
+                    parameter.zero_()
+            silent = self._scored()
+        finally:
+            before.restore()
+        if silent == self.points[0].score:
+            raise ValueError(
+                f"the score is {silent:g} for the given network and for one whose weights are all zero: it cannot tell "
+                "networks apart, so max_drop has no meaning. Check score and valid"
+            )
+
     def pruned(self) -> None:
-        """An event has just happened."""
+        """The network has just been cut."""
         self._score = self._score_pruned = self._scored()
 
     def trained(self) -> None:
-        """So has an epoch of recovery."""
+        """An epoch of recovery is over."""
         self.epochs += 1
         self._score = self._scored()
 
@@ -273,13 +375,14 @@ class _Front:
         seconds = time.perf_counter() - self._started
         first = self.points[0].score if self.points else self._score
         within = self._max_drop is None or self._score >= first - self._max_drop
-        self.points.append(FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within))
-        if within:
-            self.chosen = self.points[-1]
-            self._best = Snapshot(self._model, self._optimizer, copy=True)
+        point = FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within)
+        self.points.append(point)
+        if within and (len(self.points) == 1 or self._smaller(point)):
+            self.chosen = point
+            self._best = Snapshot(self._model, copy=True)
         if self._on_point is not None:
             with self._untimed():
-                self._on_point(self.points[-1], self._model)
+                self._on_point(point, self._model)
 
     def restore(self) -> None:
         """Whatever happened: the smallest network that was good enough."""
@@ -289,6 +392,12 @@ class _Front:
     def recovered(self) -> bool:
         """Whether the score is back where it was at the beginning."""
         return self._score >= self.points[0].score
+
+    def _smaller(self, point: FrontPoint) -> bool:
+        return (point.flops, point.params) <= (
+            self.chosen.flops,
+            self.chosen.params,
+        ) or point.params < self.chosen.params
 
     def _scored(self) -> float:
         with self._untimed():
@@ -302,3 +411,13 @@ class _Front:
             yield
         finally:
             self._started += time.perf_counter() - before
+
+
+def _pieces(sample: Iterable[Pair]) -> Calibration:
+    """Inputs alone, in pieces that many forwards can hold."""
+    calls: list[ExampleInputs] = []
+    for inputs, _ in sample:
+        entries = sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        each = max(1, entries // max(batch_size(inputs), 1))
+        calls += split(inputs, max(1, min(_PIECE, _PIECE_ENTRIES // each)))
+    return Calibration(calls, [batch_size(call) for call in calls])

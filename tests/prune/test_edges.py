@@ -327,3 +327,49 @@ def test_a_compiled_model_trains_and_is_pruned(when: str) -> None:
         assert len(pruner.history) == 3
         assert optimizer.inverse("2").shape == (model[2].in_features + 1,) * 2
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
+def test_only_empty_batches_are_as_if_nothing_was_seen() -> None:
+    model, optimizer = trained(fnn)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 20).double())
+    pruner.calibrate([torch.rand(0, 20).double()])
+    with pytest.raises(RuntimeError, match=r"no input of layer .* was seen"):
+        pruner.prune()
+
+
+def test_a_network_that_something_else_has_changed_is_told() -> None:
+    model, optimizer = trained(fnn)
+    first, second = (rlsprune.Pruner(model, optimizer, torch.rand(1, 20).double(), ratio=0.3) for _ in range(2))
+    for pruner in (first, second):
+        pruner.calibrate([torch.rand(64, 20).double()])
+    assert first.prune() is not None
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"'0\.weight' has the shape .*another pruner.*make a new Pruner"):
+        second.prune()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    model[2] = copy.deepcopy(model[2])
+    with pytest.raises(RuntimeError, match="'2' is not the layer that it was"):
+        first.prune()
+
+
+def test_nothing_is_pruned_after_close() -> None:
+    model, optimizer = trained(fnn)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 20).double())
+    pruner.calibrate([torch.rand(64, 20).double()])
+    pruner.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pruner.prune()
+
+
+def test_the_state_of_a_network_of_other_widths_is_refused() -> None:
+    model, optimizer = trained(fnn)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 20).double(), warmup_epochs=0)
+    train(model, optimizer, (20,), 2)
+    assert pruner.step(0.5) is not None
+    other, others = trained(fnn)
+    whole = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    fresh = rlsprune.Pruner(other, others, torch.rand(1, 20).double(), warmup_epochs=0)
+    with pytest.raises(ValueError, match="load the model of the same checkpoint"):
+        fresh.load_state_dict(pruner.state_dict())
+    assert fresh.history == []
+    torch.testing.assert_close(other.state_dict(), whole, rtol=0, atol=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from rlsprune.model.calls import ExampleInputs, as_call
+from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
 
 # Functions whose result holds the same features along its last dimension, or a flattened image's.
 _SAME_FEATURES = {
@@ -106,17 +106,6 @@ def observe(model: nn.Module, call: Call) -> Observation:
     for tensor in output_tensors(output):
         watch.note(tensor, "the network's output")
     return Observation(order, calls, sources, watch.seen)
-
-
-def output_tensors(output: Any) -> list[Tensor]:
-    """Every tensor in what a network returned."""
-    leaves: list[Any] = []
-    for leaf in tree_leaves(output):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves += output_tensors([getattr(leaf, item.name) for item in fields(leaf)])
-        else:
-            leaves.append(leaf)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from rlsprune.graph.groups import Axis, Group, Member
 from rlsprune.graph.layers import Side, axis_of, sides
-from rlsprune.graph.observe import Call, Observation, output_tensors
+from rlsprune.graph.observe import Call, Observation
 from rlsprune.graph.slots import Slots
+from rlsprune.model.calls import output_tensors
 
 # What removing channels from these layers means differs from what torch-pruning would do to them.
 _LEFT_ALONE: tuple[tuple[type[nn.Module], str], ...] = (

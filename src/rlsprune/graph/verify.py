@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map
 
 from rlsprune.graph.cuts import cut, plan_cuts
 from rlsprune.graph.groups import Group
-from rlsprune.graph.observe import Call, hooked, output_tensors
+from rlsprune.graph.observe import Call, hooked
+from rlsprune.model.calls import output_tensors
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _SEED = 0

@@ -6,13 +6,14 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ExampleInputs", "as_call", "bare_copy", "device_of", "unwrap", "wrappers"]
+__all__ = ["ExampleInputs", "as_call", "bare_copy", "batch_size", "device_of", "output_tensors", "unwrap", "wrappers"]
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """One tensor, the positional arguments of the model, or its keyword arguments."""
@@ -28,6 +29,22 @@ def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, A
         return tuple(example_inputs), {}
     kind = type(example_inputs).__name__
     raise TypeError(f"example_inputs is a {kind}: give a tensor, a tuple of arguments or a dict of keyword arguments")
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """Every tensor in what a network returned."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += output_tensors([getattr(leaf, item.name) for item in fields(leaf)])
+        else:
+            leaves.append(leaf)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def batch_size(inputs: ExampleInputs) -> int:
+    """How many inputs a batch holds: the first size of its first tensor that has one; 1 if none has."""
+    return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:

@@ -36,6 +36,7 @@ __all__ = [
     "parameter_count",
     "profile",
     "weight_count",
+    "weight_names",
 ]
 
 _MIN_TIMES = 5  # measurements behind a median, however slow the model
@@ -237,7 +238,7 @@ def weight_count(model: nn.Module) -> int:
     """The weights of linear, convolution, recurrent and embedding layers and of attention's projections, each once."""
     weights: dict[int, int] = {}
     for module in model.modules():
-        for name in _weight_names(module):
+        for name in weight_names(module):
             weight = getattr(module, name)
             if weight is not None:
                 owner = module._parameters.get(name)  # a parametrised weight is computed anew at each access
@@ -245,7 +246,8 @@ def weight_count(model: nn.Module) -> int:
     return sum(weights.values())
 
 
-def _weight_names(module: nn.Module) -> list[str]:
+def weight_names(module: nn.Module) -> list[str]:
+    """The names of a module's own weights: matrices, kernels and tables, no biases and no scales."""
     if isinstance(module, nn.Linear | _ConvNd | nn.Bilinear | nn.Embedding | nn.EmbeddingBag):
         return ["weight"]
     if isinstance(module, nn.MultiheadAttention):

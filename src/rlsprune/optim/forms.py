@@ -16,9 +16,8 @@ from torch import Tensor
 from rlsprune.model.tensors import complement, sub_matrix
 from rlsprune.optim import factors, functional
 from rlsprune.optim.packing import INVERSE, pack
-from rlsprune.statistics.inverse import DenseInverse, FactoredInverse, Inverse, Removal
 
-Entry = dict[str, Any]
+InverseState = dict[str, Any]
 """What is kept of one layer's P."""
 Matrices = tuple[Tensor, Tensor | None]
 """What belongs to the weight, ``(G, out, n)``, and to the bias, ``(G, out)``, if there is one."""
@@ -76,22 +75,17 @@ class Form(Protocol):
     def asymmetry(self) -> float:
         """Largest absolute difference between P and its transpose."""
 
-    def inverses(self) -> list[Inverse]:
-        """P of each group, as pruning works with it."""
-
-    def of_groups(self, keep: Tensor) -> Entry:
+    def of_groups(self, keep: Tensor) -> InverseState:
         """A new entry, for some of the groups."""
 
-    def without(self, gone: Tensor, how: str, known: Sequence[Removal[Inverse]] = ()) -> Entry:
-        """A new entry, for the inputs that stay: their exact P (``"schur"``) or their block of it (``"slice"``).
+    def sliced(self, gone: Tensor) -> InverseState:
+        """A new entry, for the inputs that stay: their block of P.
 
         Args:
             gone: The inputs that go, ``(G, m)``.
-            how: ``"schur"`` or ``"slice"``.
-            known: What :meth:`inverses` of this very P have told of their going, if they were asked.
         """
 
-    def anew(self, groups: int, inputs: int, p0: float) -> Entry:
+    def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
         """A new entry of the same form with ``P = p0·I``."""
 
 
@@ -149,25 +143,16 @@ class Whole:
         """See :class:`Form`."""
         return (self.P - self.P.mT).abs().max().item()
 
-    def inverses(self) -> list[Inverse]:
-        """See :class:`Form`."""
-        return [DenseInverse(P) for P in self.P]
-
-    def of_groups(self, keep: Tensor) -> Entry:
+    def of_groups(self, keep: Tensor) -> InverseState:
         """See :class:`Form`."""
         return {"P": self.P[keep]}
 
-    def without(self, gone: Tensor, how: str, known: Sequence[Removal[Inverse]] = ()) -> Entry:
+    def sliced(self, gone: Tensor) -> InverseState:
         """See :class:`Form`."""
-        if how == "schur":
-            removals = known or [DenseInverse(P).without(rows) for P, rows in zip(self.P, gone, strict=True)]
-            left = [_dense(removal.left()) for removal in removals]
-        else:
-            pairs = zip(self.P, gone.to(self.P.device), strict=True)
-            left = [sub_matrix(P, complement(len(P), rows)) for P, rows in pairs]
-        return {"P": left[0].unsqueeze(0) if len(left) == 1 else torch.stack(left)}
+        pairs = zip(self.P, gone.to(self.P.device), strict=True)
+        return whole_entry([sub_matrix(P, complement(len(P), rows)) for P, rows in pairs])
 
-    def anew(self, groups: int, inputs: int, p0: float) -> Entry:
+    def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
         """See :class:`Form`."""
         return {"P": functional.initial_inverse(self.P.new_empty(groups, inputs), p0)}
 
@@ -175,7 +160,9 @@ class Whole:
 class Factored:
     """``P⁻¹ = β(I + CᵀC)``."""
 
-    def __init__(self, C: Tensor, M: Tensor, beta: Tensor, rows: int, rank: int, entries: Sequence[Entry]) -> None:
+    def __init__(
+        self, C: Tensor, M: Tensor, beta: Tensor, rows: int, rank: int, entries: Sequence[InverseState]
+    ) -> None:
         """Takes the tensors.
 
         Args:
@@ -282,37 +269,37 @@ class Factored:
         """See :class:`Form`."""
         return 0.0
 
-    def inverses(self) -> list[Inverse]:
-        """See :class:`Form`."""
-        return [FactoredInverse(C, float(beta)) for C, beta in zip(self.C[:, : self.rows], self.beta, strict=True)]
-
-    def of_groups(self, keep: Tensor) -> Entry:
+    def of_groups(self, keep: Tensor) -> InverseState:
         """See :class:`Form`."""
         return self._entry(self.C[keep], self.M[keep], self.beta[keep])
 
-    def without(self, gone: Tensor, how: str, known: Sequence[Removal[Inverse]] = ()) -> Entry:
-        """See :class:`Form`; what stays is some columns of C, for a slice of P whitened by those that go."""
-        n, gone = self.C.shape[-1], gone.to(self.C.device)
-        stay = torch.stack([complement(n, rows) for rows in gone])
-        C = _columns(self.C, stay)
-        if how == "slice":
-            lost = _columns(self.C, gone)
-            whitener, _ = factors.whitening(factors.gram(lost))
-            C = (whitener @ C.to(whitener.dtype)).to(C.dtype)
+    def without(self, gone: Tensor) -> InverseState:
+        """A new entry, for the inputs that stay: exactly their P, which is the columns of C that stay."""
+        C = self._columns_without(gone)
         return self._entry(C, factors.gram(C), self.beta.clone())
 
-    def anew(self, groups: int, inputs: int, p0: float) -> Entry:
+    def sliced(self, gone: Tensor) -> InverseState:
+        """See :class:`Form`; the columns that stay, whitened by those that go."""
+        whitener, _ = factors.whitening(factors.gram(_columns(self.C, gone.to(self.C.device))))
+        C = (whitener @ self._columns_without(gone).to(whitener.dtype)).to(self.C.dtype)
+        return self._entry(C, factors.gram(C), self.beta.clone())
+
+    def _columns_without(self, gone: Tensor) -> Tensor:
+        stay = torch.stack([complement(self.C.shape[-1], rows) for rows in gone.to(self.C.device)])
+        return _columns(self.C, stay)
+
+    def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
         """See :class:`Form`."""
         C, M, beta = factors.initial_factors(self.C.new_empty(groups, inputs), p0, self.C.shape[1])
         return {"C": C, "M": M, "beta": beta, "rows": 0, "rank": self.rank}
 
-    def _entry(self, C: Tensor, M: Tensor, beta: Tensor) -> Entry:
+    def _entry(self, C: Tensor, M: Tensor, beta: Tensor) -> InverseState:
         return {"C": C, "M": M, "beta": beta, "rows": self.rows, "rank": self.rank}
 
 
-def _dense(inverse: Inverse) -> Tensor:
-    assert isinstance(inverse, DenseInverse)
-    return inverse.P
+def whole_entry(matrices: Sequence[Tensor]) -> InverseState:
+    """P whole, one matrix per group; not copied if there is one."""
+    return {"P": matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(list(matrices))}
 
 
 def _columns(C: Tensor, which: Tensor) -> Tensor:
@@ -330,7 +317,7 @@ def in_factors(inputs: int, rank: int | None) -> bool:
     return rank is not None and inputs > 2 * capacity(rank)
 
 
-def initial_entry(x: Tensor, p0: float, rank: int | None) -> Entry:
+def initial_entry(x: Tensor, p0: float, rank: int | None) -> InverseState:
     """``P = p0·I`` for a layer with this mean input ``(G, n)``: in factors, if those are smaller than P."""
     if not in_factors(x.shape[-1], rank):
         return {"P": functional.initial_inverse(x, p0)}
@@ -346,14 +333,14 @@ def entry_bytes(inputs: int, rank: int | None) -> int:
     return 4 * capacity(rank) * inputs + 8 * capacity(rank) ** 2 + 8
 
 
-def form_of(entry: Entry) -> Form:
+def form_of(entry: InverseState) -> Form:
     """The form of one layer's P."""
     if "P" in entry:
         return Whole(entry["P"])
     return Factored(**entry, entries=[entry])
 
 
-def packed_form(entries: Sequence[Entry]) -> Form:
+def packed_form(entries: Sequence[InverseState]) -> Form:
     """The form of several equal layers' P, which from then on lie in memory one after the other (:func:`pack`)."""
     first = entries[0]
     tensors = {key: pack([(entry, key) for entry in entries]) for key in first if isinstance(first[key], Tensor)}
@@ -362,12 +349,12 @@ def packed_form(entries: Sequence[Entry]) -> Form:
     return Factored(**tensors, rows=first["rows"], rank=first["rank"], entries=entries)
 
 
-def kind(entry: Entry) -> tuple[Any, ...]:
+def kind(entry: InverseState) -> tuple[Any, ...]:
     """What has to be equal for layers to be stepped as one."""
     return tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in entry.values())
 
 
-def moved(entry: Entry, like: Tensor) -> Entry:
+def moved(entry: InverseState, like: Tensor) -> InverseState:
     """The entry on the device of a mean input, P or C in its dtype; itself, if it is so already."""
     main = entry.get("P", entry.get("C"))
     assert isinstance(main, Tensor)
@@ -380,7 +367,7 @@ def moved(entry: Entry, like: Tensor) -> Entry:
     }
 
 
-def copied(entry: Entry, device: torch.device) -> Entry:
+def copied(entry: InverseState, device: torch.device) -> InverseState:
     """A copy of the entry on a device, in its own dtypes."""
     return {key: v.to(device, copy=True) if isinstance(v, Tensor) else v for key, v in entry.items()}
 

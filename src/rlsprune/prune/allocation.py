@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.prune.settings import Settings
@@ -101,14 +104,24 @@ class Costs:
 
     def without(self, gone: Mapping[str, float]) -> float:
         """By the share of its units that each group loses."""
-        return self._fixed + sum(self._cost(name, gone) for name in self._cut)
+        total: float = self._fixed + sum(self._cost(name, gone) for name in self._cut)
+        return total
 
     def saved(self, gone: Mapping[str, float], group: str, share: float) -> float:
         """By one of them losing another share than that."""
         changed = {**gone, group: share}
-        return sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
+        saved: float = sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
+        return saved
 
-    def _cost(self, name: str, gone: Mapping[str, float]) -> float:
+    def savings(self, gone: Mapping[str, float], group: str, shares: Tensor) -> Tensor:
+        """By one of them losing each of these shares instead."""
+        changed = {**gone, group: shares}
+        saved = torch.zeros_like(shares)
+        for name in self._of_group[group]:
+            saved += self._cost(name, gone) - self._cost(name, changed)
+        return saved
+
+    def _cost(self, name: str, gone: Mapping[str, Any]) -> Any:
         cost, dims = self._cut[name]
         for parts in dims.values():
             cost *= 1 - sum(part * gone.get(group, 0.0) for group, part in parts.items())

@@ -37,14 +37,24 @@ class Budget:
 
         Where FLOPs are not proportional to weights, its share of the parameters alone.
         """
-        costs, flops = self.costs(), Counter[int]()
+        costs = self.costs()
+        params, flops = self.tensors_of("params"), self.tensors_of("flops")
+        return {name: params[name] / costs["params"] + flops[name] / max(costs["flops"], 1) for name in params}
+
+    def tensors_of(self, what: str) -> dict[str, float]:
+        """Name of a parameter → the parameters that it is, or the FLOPs that it takes, where they are known."""
+        if what == "params":
+            return {name: parameter.numel() for name, parameter in self._model.named_parameters()}
+        flops = Counter[int]()
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, own in self._flops().items():
             flops[id(parameters[name])] += own  # of all layers that share it
-        return {
-            name: parameter.numel() / costs["params"] + flops[id(parameter)] / max(costs["flops"], 1)
-            for name, parameter in self._model.named_parameters()
-        }
+        return {name: flops[id(parameter)] for name, parameter in self._model.named_parameters()}
+
+    @property
+    def proportional(self) -> bool:
+        """Whether the FLOPs are proportional to the weights, so that they are known without running the network."""
+        return self._rates is not None
 
     @property
     def countable(self) -> bool:

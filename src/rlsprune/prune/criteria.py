@@ -50,14 +50,14 @@ def obs(group: Group, inverse_of: InverseOf) -> list[Tensor]:
 
 def l1(group: Group) -> list[Tensor]:
     """L1 norm of the weights that make a unit; for input features, of the weights that read them."""
-    return l1_of_producers(group) or _mean([_norms(member, 1) for member in group.consumers])
+    return l1_of_producers(group) or _mean([weight_norms(member, 1) for member in group.consumers])
 
 
 def l1_of_producers(group: Group) -> list[Tensor]:
     """Eq. (27), with the scale of the batch norm behind each producer folded in; nothing for input features."""
     scores = []
     for member, norm in zip(group.producers, _following_norms(group), strict=True):
-        score = _norms(member, 1)
+        score = weight_norms(member, 1)
         if norm is not None:
             score = score * _scales(norm)
         scores.append(score)
@@ -97,7 +97,7 @@ def _row_sums(member: Member, inverse_of: InverseOf) -> Tensor:
 def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
     layer = member.module
     if not is_layer(layer):
-        return _norms(member, 2)
+        return weight_norms(member, 2)
     scores = torch.zeros(len(member.index), dtype=torch.float64)
     for P, W, rows in zip(inverse_of(member.name), weight_matrix(layer), input_rows(layer, member.index), strict=True):
         blocks = P.blocks(rows.to(W.device))
@@ -107,7 +107,7 @@ def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
     return scores
 
 
-def _norms(member: Member, power: int) -> Tensor:
+def weight_norms(member: Member, power: int) -> Tensor:
     """Sum of ``|w|^power`` over the weights of each unit, in float64 on the CPU."""
     weight = member.module.weight.detach()  # type: ignore[operator]
     slab = next(slab for slab in axis_of(member.module, member.side).slabs if slab.tensor == "weight")

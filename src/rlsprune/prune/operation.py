@@ -26,7 +26,7 @@ from rlsprune.prune.allocation import STEPS, allocate
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import InverseOf, criterion
 from rlsprune.prune.event import Measures, PruneEvent
-from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
+from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses, inverses_of
 from rlsprune.prune.select import choose_units, cut_size, most_to_go
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
@@ -59,6 +59,7 @@ class Operation:
         sampled = settings.needs_inverse and settings.statistics == "exact"
         self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
         self.budget = Budget(network.model, example_inputs, settings.target)
+        self._closed = False
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,9 @@ class Operation:
         """
         network = self.network
         refuse_inference_mode("a prune")
+        if self._closed:
+            raise RuntimeError("this pruner was closed: make a new one to go on pruning")
+        network.check_unchanged()
         network.meet()
         try:
             with network.undone_on_error() as undo:
@@ -206,7 +210,7 @@ class Operation:
                 f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
                 "statistics='exact'"
             )
-        return form.inverses()
+        return inverses_of(form)
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Samples the inputs that given batches make."""
@@ -225,7 +229,8 @@ class Operation:
             self._sample.active = active
 
     def close(self) -> None:
-        """Removes the hooks from the model."""
+        """Removes the hooks from the model; no event can be made after that."""
+        self._closed = True
         if self._sample is not None:
             self._sample.close()
 

@@ -343,8 +343,13 @@ class Pruner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another pruner stopped: load the model first, then the optimizer, then the pruner."""
+        """Goes on where another pruner stopped: load the model first, then the optimizer, then the pruner.
+
+        Raises:
+            ValueError: The state is of another network, or of other copies of it. Nothing has changed then.
+        """
         history = [PruneEvent.from_dict(event) for event in state["history"]]
+        self._check_sizes(history)
         recovered = None
         if state["recovered"] is not None:
             recovered = self._network.snapshots()
@@ -359,6 +364,16 @@ class Pruner:
         self._done, self.history, self._recovered = bool(state["done"]), history, recovered
         self._operation.budget.original |= state["original"]
         self._restart_statistics()
+
+    def _check_sizes(self, history: list[PruneEvent]) -> None:
+        """Raises ValueError unless the network is that of the last event."""
+        present = self._network.sizes()
+        for name, _, size in history[-1].layers if history else ():
+            if present.get(name) != size:
+                raise ValueError(
+                    f"the saved pruner's network has {size} channels in {name!r} after its last event, this one has "
+                    f"{present.get(name)}: load the model of the same checkpoint before its pruner"
+                )
 
     # --- one event ----------------------------------------------------------------------------------------------------
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
 from rlsprune.model.tensors import complement, memory_format, replace_data
-from rlsprune.optim.forms import form_of
+from rlsprune.optim.forms import Factored, Form, form_of, whole_entry
 from rlsprune.optim.layers import is_layer
 from rlsprune.optim.packing import INVERSE
 from rlsprune.prune.criteria import InverseOf
-from rlsprune.statistics.inverse import Inverse, Removal
+from rlsprune.statistics.inverse import DenseInverse, FactoredInverse, Inverse, Removal
 from rlsprune.statistics.rows import input_rows, split_matrix, weight_matrix
+
+
+def inverses_of(form: Form) -> list[Inverse]:
+    """P of each group of a layer, as the optimizer keeps it, in the form that scores and refits work with."""
+    if isinstance(form, Factored):
+        return [FactoredInverse(C, float(beta)) for C, beta in zip(form.C[:, : form.rows], form.beta, strict=True)]
+    return [DenseInverse(P) for P in form.dense()]
 
 
 class KnownInverses:
@@ -119,4 +127,15 @@ def cut_inverses(
         elif depthwise:
             state[INVERSE] = form.of_groups(dims[0].to(weight.device))
         else:
-            state[INVERSE] = form.without(rows.expand(groups, -1), how, removals.get(path, ()))
+            state[INVERSE] = _without(form, rows.expand(groups, -1), how, removals.get(path, ()))
+
+
+def _without(form: Form, gone: Tensor, how: str, known: Sequence[Removal[Inverse]]) -> dict[str, Any]:
+    """What is kept of P when inputs ``(groups, m)`` go."""
+    if how == "slice":
+        return form.sliced(gone)
+    if isinstance(form, Factored):
+        return form.without(gone)
+    removals = known or [P.without(rows) for P, rows in zip(inverses_of(form), gone, strict=True)]
+    left = [removal.left() for removal in removals]
+    return whole_entry([inverse.P for inverse in left if isinstance(inverse, DenseInverse)])

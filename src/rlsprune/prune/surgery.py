@@ -46,6 +46,7 @@ class LiveNetwork:
         self.optimizer, self.copies = optimizer, list[nn.Module]()
         self._example_inputs, self._ignore = example_inputs, ignore if isinstance(ignore, str) else tuple(ignore)
         self._graph: ChannelGraph | None = self._find_graph()
+        self._shapes = self._present_shapes()
 
     @property
     def graph(self) -> ChannelGraph:
@@ -63,6 +64,25 @@ class LiveNetwork:
         """Carries a plan out on everything."""
         apply_cuts(self.model, cuts, self.optimizer, self.copies)
         self.graph.shrink(cuts)
+        self._shapes = self._present_shapes()
+
+    def check_unchanged(self) -> None:
+        """Raises if something else has replaced or resized layers: the graph is not that of this network any more."""
+        remedy = "another pruner, or other code, has changed the network: make a new Pruner for it"
+        modules = dict(self.model.named_modules())
+        for member in (member for group in self.graph for member in group.members if member.dim is None):
+            if modules.get(member.name) is not member.module:
+                raise RuntimeError(f"{member.name!r} is not the layer that it was: {remedy}")
+        present = self._present_shapes()
+        for name in {**self._shapes, **present}:
+            if present.get(name) != self._shapes.get(name):
+                raise RuntimeError(
+                    f"{name!r} has the shape {present.get(name)}, and had {self._shapes.get(name)} when this pruner "
+                    f"last saw it: {remedy}"
+                )
+
+    def _present_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
 
     def sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""
@@ -84,6 +104,7 @@ class LiveNetwork:
             for snapshot in snapshots:
                 snapshot.restore()
             self.graph.groups = groups
+            self._shapes = self._present_shapes()
 
         try:
             yield undo
@@ -104,6 +125,7 @@ class LiveNetwork:
             snapshot.restore()
         self.rebuild_wrapper()
         self._graph = None  # it was the smaller network's
+        self._shapes = self._present_shapes()
 
     # --- several processes --------------------------------------------------------------------------------------------
 

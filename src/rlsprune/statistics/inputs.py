@@ -155,7 +155,7 @@ class RowSample:
         rows = torch.cat([rows for rows, _ in self._batches], dim=1) if self._batches else None
         if self._ranks is not None:
             rows = self._ranks.gather_rows(rows, dim=1)
-        if rows is None:
+        if rows is None or not rows.shape[1]:
             raise RuntimeError(
                 f"no input of layer {name!r} was seen: train a step with the statistics in place, or give them batches "
                 "(pruner.calibrate(batches))"

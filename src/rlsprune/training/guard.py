@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from rlsprune.model.tensors import all_finite, host_waits
 
@@ -73,10 +74,11 @@ class Guard:
         """An epoch begins; the one before may have ended with a prune."""
         self._epoch, self._batch, self.after_prune = epoch, 0, after_prune
 
-    def inputs(self, inputs: Tensor) -> bool:
+    def inputs(self, inputs: object) -> bool:
         """Whether a batch can be trained on; asked before the network has seen it."""
         self._batch += 1
-        fine = not self._looks(inputs) or bool(inputs.isfinite().all())
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        fine = all(not self._looks(tensor) or bool(tensor.isfinite().all()) for tensor in tensors)
         return fine or self._fault("the batch holds a NaN or an infinity", "look at the data")
 
     def loss(self, loss: Tensor) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlsprune.model.calls import batch_size
 from rlsprune.model.modes import evaluating
 from rlsprune.training.guard import FaultError, Guard
 
@@ -46,8 +47,8 @@ class Evaluation(NamedTuple):
 def train_epoch(
     model: nn.Module,
     optimizer: Optimizer,
-    batches: Iterable[Batch],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[tuple[Any, Any]],
+    loss_of: Callable[[Any, Any], Tensor],
     *,
     guard: Guard | None = None,
     after_backward: Callable[[], None] = lambda: None,
@@ -59,8 +60,8 @@ def train_epoch(
     Args:
         model: The network.
         optimizer: Of its parameters.
-        batches: The epoch's batches.
-        loss_of: From the inputs and labels of a batch to its loss: it calls the network.
+        batches: The epoch's batches: inputs, and labels or whatever else the loss needs.
+        loss_of: From both to the loss: it calls the network.
         guard: Looks for numerical faults; None for one that raises.
         after_backward: Called when the gradients are there and the optimizer has not stepped yet.
         after_step: Called when the optimizer has stepped.
@@ -83,8 +84,8 @@ def train_epoch(
             if guard.step(optimizer):
                 after_step()
                 last = loss.detach()
-                sums.append(last * len(labels))
-                seen += len(labels)
+                sums.append(last * batch_size(inputs))
+                seen += batch_size(inputs)
         on_batch(number, last)
     guard.last_step(optimizer)
     if not sums and number:

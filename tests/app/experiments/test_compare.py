@@ -53,8 +53,14 @@ def test_comparison_runs_what_is_missing_and_writes_the_table(
     assert main(finished) == 0
     assert (tmp_path / "comparison.md").read_text() in table
 
+    # Runs are not gone on with under other settings; finished ones are compared with their own, which is said.
     assert main([*command, "--batch-size", "64"]) == 2
     assert "batch_size 64 instead of 128" in capsys.readouterr().err
+    assert main([*finished, "--batch-size", "64"]) == 0
+    assert "l1-norm-seed0 was run with batch_size 128 instead of 64" in capsys.readouterr().err
+    assert (tmp_path / "comparison.md").read_text() in table
+    assert main([*finished, "--preset", "paper"]) == 2
+    assert "holds another run: preset 'short' instead of 'paper'" in capsys.readouterr().err
 
 
 def test_finished_runs_are_compared_without_those_that_are_missing(

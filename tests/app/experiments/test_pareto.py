@@ -18,7 +18,7 @@ from rlsprune.model.cost import parameter_count
 from rlsprune.training.loop import Evaluation, evaluate
 
 CONFIG = make_config("digits-fnn", "none", optimizer="sgd", epochs=4, train_images=600, test_images=100, threads=1)
-SETTINGS = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1, allocate=False)
+SETTINGS = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def small_network(out: Path) -> tuple[int, float]:
 
 def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "pareto"
-    options = ["--target", "0.3", "--ratio", "0.4", "--recovery-epochs", "1", "--no-allocate", "--out", str(out)]
+    options = ["--target", "0.3", "--ratio", "0.4", "--recovery-epochs", "1", "--out", str(out)]
     assert main(["pareto", str(tmp_path / "none"), *options]) == 2
     assert "holds no finished run" in capsys.readouterr().err
 
@@ -47,7 +47,6 @@ def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pyte
     assert "Chosen:" in capsys.readouterr().out
     result = json.loads((out / "pareto.json").read_text())
     front = result["front"]
-    assert result["settings"]["allocate"] is False
     assert front[-1]["params"] <= 0.3 * front[0]["params"]
     assert front[0]["accuracy"] == source.read_json("summary")["final_accuracy"]
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from rlsprune.app.models import FNN, MiniVGG, ResNet
 from rlsprune.app.run.counting import count_retained, percent, total
+from rlsprune.model.cost import weight_count
 
 # Nodes, weights, channels.
 FNN_LAYERS = {"input": (784, 0, 784), "fc1": (1024, 802816, 1024), "fc2": (512, 524288, 512), "fc3": (10, 5120, 10)}
@@ -73,3 +75,30 @@ def test_resnets_have_the_parameters_of_their_paper(depth: int, millions: float)
 def test_resnet_of_a_depth_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="depth=21"):
         ResNet(21)
+
+
+class Tagger(nn.Module):
+    """An embedding, a recurrent layer and a one-dimensional convolution: all of them have weights that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.recurrent = nn.Embedding(30, 8), nn.LSTM(8, 16, batch_first=True)
+        self.convolution, self.head = nn.Conv1d(16, 5, 3), nn.Linear(5, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.recurrent(self.embedding(tokens))[0]
+        return self.head(self.convolution(states.mT).amax(-1))
+
+
+def test_layers_of_every_kind_count() -> None:
+    model = Tagger()
+    counts = count_retained(model, torch.zeros(1, 9, dtype=torch.long))
+    assert {name: count.weights for name, count in counts.items()} == {
+        "input": 0,
+        "embedding": 30 * 8,
+        "recurrent": 4 * 16 * (8 + 16),
+        "convolution": 5 * 16 * 3,
+        "head": 10,
+    }
+    assert [count.channels for count in counts.values()] == [9, 8, 16, 5, 2]
+    assert total(counts).weights == weight_count(model)

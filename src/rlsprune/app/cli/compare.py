@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.experiments.queue import COMPARED, PlannedRun
 from rlsprune.app.experiments.queue import comparison as plan_comparison
 from rlsprune.app.experiments.queue import sweep as plan_sweep
@@ -25,6 +27,8 @@ COMPARE_EXAMPLES = """Examples: `rlsprune compare digits-fnn --jobs 2` ·
 `rlsprune compare mnist-fnn --seeds 0,1,2 --methods rls,l1-norm`"""
 SWEEP_EXAMPLES = """Examples: `rlsprune sweep digits-fnn --method rls-paper --epochs 60` ·
 `RAY_ADDRESS=head:6379 rlsprune sweep mnist-fnn --ray --out /shared/sweep`"""
+
+_IDENTITY = ("experiment", "method", "optimizer", "preset", "seed")
 
 
 @options.with_training
@@ -132,9 +136,20 @@ def _methods(text: str) -> list[str]:
 
 
 def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
+    """Those that are, with the settings they were run with: what an experiment's are by default may have changed."""
     from rlsprune.app.run.folder import RunFolder
 
-    found = [run for run in runs if RunFolder(run.folder).finished]
+    found = []
+    for run in runs:
+        source = RunFolder(run.folder)
+        if not source.finished:
+            continue
+        config = RunConfig.from_dict(source.read_json("config"))
+        if any(getattr(config, name) != getattr(run.config, name) for name in _IDENTITY):
+            raise ValueError(f"{run.folder} holds another run: {', '.join(config.differences(run.config))}")
+        if differences := config.differences(run.config):
+            typer.echo(f"{run.folder.name} was run with {', '.join(differences)}", err=True)
+        found.append(replace(run, config=config))
     if not found:
         raise ValueError(f"there is no finished run in {folder}: leave out --finished to run them")
     return found

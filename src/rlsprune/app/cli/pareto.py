@@ -31,7 +31,6 @@ def pareto(
     ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that goes in a round.")] = 0.2,
     recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
     lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
-    allocate: Annotated[bool, typer.Option("--allocate/--no-allocate", help=options.ALLOCATE)] = True,
     data_dir: options.DataDir = None,
     device: options.Device = None,
     out: options.Out = None,
@@ -55,7 +54,6 @@ def pareto(
         ratio=ratio,
         recovery_epochs=recovery_epochs,
         lr=lr,
-        allocate=allocate,
     )
     full: dict[str, Any] = {}
     try:

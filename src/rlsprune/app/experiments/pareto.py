@@ -36,7 +36,6 @@ class FrontSettings:
     recovery_epochs: int
     lr: float
     """η of the RLS that recovers."""
-    allocate: bool
 
 
 def shrink_run(
@@ -111,7 +110,6 @@ def shrink_run(
         optimizer=lambda network: RLS(network, lr=settings.lr),
         ratio=settings.ratio,
         recovery_epochs=settings.recovery_epochs,
-        allocate=settings.allocate,
         on_point=note,
         on_progress=on_progress,
     )

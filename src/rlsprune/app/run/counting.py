@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from rlsprune.app.run.method import Retained
+from rlsprune.model.cost import weight_names
+from rlsprune.model.modes import evaluating
 from rlsprune.model.selector import kept_inputs
 
 __all__ = ["INPUT", "count_retained", "percent", "total"]
@@ -16,38 +20,46 @@ INPUT = "input"
 """The name of the row that counts the network's own inputs."""
 
 
-@torch.no_grad()
 def count_retained(model: nn.Module, example_inputs: Tensor, zeros: bool = True) -> dict[str, Retained]:
-    """Nodes, weights and channels of every Linear and Conv2d layer, in the order of the forward pass.
+    """Nodes, weights and channels of every layer that has weights, in the order of the forward pass.
 
     Args:
         model: Any network; it is run once, in evaluation mode.
         example_inputs: A batch; only its shape matters.
         zeros: Whether weights that are exactly zero count.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
+    layers = {name: layer for name, layer in model.named_modules() if weight_names(layer)}
     read = _inputs_read(layers, example_inputs)
     counts = {INPUT: Retained(read, 0, read)}
 
-    def count(name: str, layer: nn.Linear | nn.Conv2d, output: Tensor) -> None:
-        if len(counts) == 1 and isinstance(layer, nn.Conv2d):
+    def count(name: str, layer: nn.Module, output: Any) -> None:
+        if len(counts) == 1 and isinstance(layer, _ConvNd):
             counts[INPUT] = Retained(read, 0, layer.in_channels)
-        weights = layer.weight.numel() if zeros else int(torch.count_nonzero(layer.weight))
-        channels = layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
-        counts[name] = Retained(output[0].numel(), weights, channels)
+        own = [getattr(layer, weight) for weight in weight_names(layer)]
+        weights = sum(_count(weight, zeros) for weight in own if weight is not None)
+        result = output if isinstance(output, Tensor) else output[0]  # a recurrent layer gives its last state too
+        counts[name] = Retained(result[0].numel(), weights, _channels(layer))
 
     handles = [
         layer.register_forward_hook(lambda layer, _, output, name=name: count(name, layer, output))
         for name, layer in layers.items()
     ]
-    was_training = model.training
     try:
-        model.eval()(example_inputs[:1])
+        with evaluating(model):
+            model(example_inputs[:1])
     finally:
-        model.train(was_training)
         for handle in handles:
             handle.remove()
     return counts
+
+
+def _count(weight: Tensor, zeros: bool) -> int:
+    return weight.numel() if zeros else int(torch.count_nonzero(weight))
+
+
+def _channels(layer: nn.Module) -> int:
+    names = ("out_channels", "out_features", "hidden_size", "embedding_dim", "embed_dim")
+    return next(int(getattr(layer, name)) for name in names if hasattr(layer, name))
 
 
 def total(counts: Mapping[str, Retained]) -> Retained:
@@ -60,6 +72,6 @@ def percent(part: float, whole: float) -> float:
     return 100 * part / whole if whole else 0.0
 
 
-def _inputs_read(layers: Mapping[str, nn.Linear | nn.Conv2d], example_inputs: Tensor) -> int:
+def _inputs_read(layers: Mapping[str, nn.Module], example_inputs: Tensor) -> int:
     kept = [indices for layer in layers.values() if (indices := kept_inputs(layer)) is not None]
     return sum(len(indices) for indices in kept) or example_inputs[0].numel()

@@ -1,0 +1,332 @@
+"""Networks that other people trained, made smaller at once: accuracy right after the cut, without any training.
+
+The CIFAR-10 ResNets of He et al. with zero-padded shortcuts, from a safetensors file of their weights (names as in
+akamaster/pytorch_resnet_cifar10). Every method gets the same network and the same training images, without labels but
+for Taylor. Rivals remove the same share of every layer that ours may cut, as torch-pruning does by default, until the
+FLOPs are met. All 10,000 test images are looked at once for each row.
+
+    python -m benchmarks.quality.shrink table --weights resnet56.safetensors --data-dir DATA --seeds 0,1,2
+    python -m benchmarks.quality.shrink parts --weights resnet20.safetensors --data-dir DATA --flops 0.5
+    python -m benchmarks.quality.shrink front --weights resnet56.safetensors --data-dir DATA --out docs/images/front.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_pruning
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_pruning.pruner import importance
+
+import rlsprune
+from rlsprune.app.data import load
+from rlsprune.model.cost import count
+from rlsprune.prune.closed_form import ClosedForm, Plan
+from rlsprune.prune.criteria import l1
+from rlsprune.prune.elimination import Curve
+from rlsprune.prune.rebuild import Calibration
+
+MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+CALIBRATION, BATCH = 2048, 128
+FRONT = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+
+
+class Block(nn.Module):
+    """Two convolutions around a shortcut that takes every second pixel and pads with zero channels."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.stride, self.pad = stride, (outputs - inputs) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block."""
+        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        if self.stride > 1:
+            x = functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.pad, self.pad))
+        return functional.relu(y + x)
+
+
+class ResNet(nn.Module):
+    """Of 6·n + 2 layers."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
+        stages, inputs = [], 16
+        for width in (16, 32, 64):
+            stages.append(nn.Sequential(*(
+                Block(inputs if not number else width, width, 2 if not number and width > 16 else 1)
+                for number in range(blocks)
+            )))  # fmt: skip
+            inputs = width
+        self.layer1, self.layer2, self.layer3 = stages
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        x = functional.relu(self.bn1(self.conv1(x)))
+        return self.linear(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trained network, what methods may look at, and what judges them."""
+
+    model: nn.Module
+    images: list[Tensor]
+    labels: list[Tensor]
+    test: list[tuple[Tensor, Tensor]]
+
+    @property
+    def example(self) -> Tensor:
+        """One image."""
+        return self.images[0][:1]
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """In %, on the test images."""
+        model.eval()
+        return 100 * torch.cat([(model(x).argmax(1) == y).float() for x, y in self.test]).mean().item()
+
+    def share(self, model: nn.Module) -> float:
+        """Of the FLOPs."""
+        return count(model, self.example)[1] / count(self.model, self.example)[1]
+
+    @torch.no_grad()
+    def forward_seconds(self) -> float:
+        """Processor time of one pass over the images that methods look at."""
+        start = time.process_time()
+        for images in self.images:
+            self.model(images)
+        return time.process_time() - start
+
+
+def load_case(weights: Path, data_dir: Path | None, seed: int, test_images: int | None) -> Case:
+    """The network of a file, and images drawn with a seed."""
+    state = load_file(weights)
+    model = ResNet(len({name.split(".")[1] for name in state if name.startswith("layer1.")}))
+    model.load_state_dict(state, strict=False)
+    data = load("cifar10", data_dir, verify=False)
+    chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))[:CALIBRATION]
+
+    def normed(images: Tensor) -> Tensor:
+        return (images.float() / 255 - MEAN.view(3, 1, 1)) / DEVIATION.view(3, 1, 1)
+
+    train, test = data.train.select(chosen), data.test
+    if test_images is not None:  # for a quick look; numbers in the documentation are of all images
+        test = test.select(torch.arange(test_images))
+    return Case(
+        model.eval(),
+        [normed(part) for part in train.images.split(BATCH)],
+        list(train.labels.split(BATCH)),
+        [(normed(x), y) for x, y in zip(test.images.split(500), test.labels.split(500), strict=True)],
+    )
+
+
+def ours(case: Case, flops: float) -> nn.Module:
+    """As a user calls it."""
+    model = copy.deepcopy(case.model)
+    rlsprune.shrink(model, case.images, target={"flops": flops})
+    return model
+
+
+def rival(make: Callable[[], Any], gradients: bool = False) -> Callable[[Case, float], nn.Module]:
+    """torch-pruning with one of its importances, on the layers that ours may cut."""
+
+    def pruned(case: Case, flops: float) -> nn.Module:
+        low, high = 0.0, 1.0
+        best = copy.deepcopy(case.model)
+        for _ in range(7):
+            ratio = (low + high) / 2
+            torch.manual_seed(0)
+            model = copy.deepcopy(case.model)
+            if gradients:
+                for images, labels in zip(case.images, case.labels, strict=True):
+                    functional.cross_entropy(model(images), labels).backward()
+            inner = {module for name, module in model.named_modules() if name.endswith(".conv1")}
+            kept = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear) and m not in inner]
+            pruner = torch_pruning.pruner.BasePruner(
+                model, case.example, importance=make(), pruning_ratio=ratio, ignored_layers=kept
+            )
+            pruner.step()
+            if case.share(model) <= flops:
+                high, best = ratio, model
+            else:
+                low = ratio
+        return best
+
+    return pruned
+
+
+RIVALS = {
+    "random": rival(importance.RandomImportance),
+    "L1": rival(lambda: importance.MagnitudeImportance(p=1)),
+    "L2": rival(lambda: importance.MagnitudeImportance(p=2)),
+    "Taylor": rival(importance.TaylorImportance, gradients=True),
+    "BN scale": rival(importance.BNScaleImportance),
+}
+
+
+def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
+    """Ours, and ours without each of its parts."""
+    model = copy.deepcopy(case.model)
+    form = ClosedForm(model, case.example, Calibration(case.images, [len(x) for x in case.images]))
+    curves, sites, plan = dict(form.curves), dict(form.sites), form.plan({"flops": flops})
+    groups = form.graph.groups
+
+    def run(
+        change: Mapping[str, Any] | None = None,
+        orders: Mapping[str, list[int]] | None = None,
+        widths: Plan = plan,
+        only: Callable[[str], bool] = lambda name: True,
+        refit: bool = True,
+    ) -> nn.Module:
+        form.curves = {n: Curve((orders or {}).get(n, c.order), c.costs) for n, c in curves.items()}
+        form.sites = {key: replace(site, **(change or {})) for key, site in sites.items() if only(site.layer)}
+        if refit:
+            form.apply(widths)
+        else:
+            form.cut(widths)
+        result = copy.deepcopy(model)
+        form.restore()
+        return result
+
+    def uniform() -> Plan:
+        low, high = 0.0, 1.0
+        for _ in range(10):
+            share = (low + high) / 2
+            tried = Plan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
+            form.curves = curves
+            form.cut(tried)
+            if case.share(model) <= flops:
+                high, found = share, tried
+            else:
+                low = share
+            form.restore()
+        return found
+
+    generator = torch.Generator().manual_seed(0)
+    random = {g.name: torch.randperm(g.size, generator=generator).tolist() for g in groups}
+    by_norm = {g.name: torch.argsort(l1(g)[0]).tolist() for g in groups}
+    readers = {member.name for group in groups for member in group.consumers}
+    return {
+        "all of it": run,
+        "same share of every layer": lambda: run(widths=uniform()),
+        "channels by L1": lambda: run(orders=by_norm),
+        "channels at random": lambda: run(orders=random),
+        "only layers that lose inputs refitted": lambda: run(only=lambda name: name in readers),
+        "sums not made up for": lambda: run({"sums": False, "low": -math.inf, "high": math.inf}),
+        "ReLU not looked at": lambda: run({"low": -math.inf, "high": math.inf}),
+        "no refit": lambda: run(refit=False),
+    }
+
+
+def measured(case: Case, make: Callable[[], nn.Module]) -> dict[str, float]:
+    """Accuracy, size, and what it took in passes over the images."""
+    forward = case.forward_seconds()
+    start = time.process_time()
+    model = make()
+    spent = time.process_time() - start
+    forward = (forward + case.forward_seconds()) / 2
+    return {"accuracy": case.accuracy(model), "flops": case.share(model), "forwards": spent / forward}
+
+
+def main() -> None:
+    """Prints a table, and keeps the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("table", "parts", "front"))
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--flops", default="0.5", help="fractions, with commas between")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--methods", help="names, with commas between; all if left out")
+    parser.add_argument("--test-images", type=int, help="for a quick look")
+    parser.add_argument("--record", type=Path, help="a JSON file for the numbers")
+    parser.add_argument("--out", type=Path, help="a PNG file for the front")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    shares = FRONT if options.what == "front" else [float(share) for share in options.flops.split(",")]
+    wanted = options.methods.split(",") if options.methods else None
+    rows: list[dict[str, Any]] = []
+    for seed in map(int, options.seeds.split(",")):
+        case = load_case(options.weights, options.data_dir, seed, options.test_images)
+        whole = case.accuracy(case.model)
+        print(f"seed {seed}: the given network {whole:.2f} %", flush=True)
+        for share in shares:
+            if options.what == "parts":
+                methods = parts(case, share)
+            else:
+                every = {"rlsprune.shrink": ours, **RIVALS}
+                methods = {name: partial(make, case, share) for name, make in every.items()}
+            for name, make in methods.items():
+                if wanted is not None and name not in wanted:
+                    continue
+                rows.append({"seed": seed, "target": share, "method": name, "whole": whole, **measured(case, make)})
+                last = rows[-1]
+                print(
+                    f"{name:<40} {100 * last['flops']:5.1f} % of the FLOPs  {last['accuracy']:6.2f} %  "
+                    f"{last['forwards']:5.1f} passes",
+                    flush=True,
+                )
+    print(_table(rows))
+    if options.record is not None:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"weights": options.weights.name, "calibration": CALIBRATION, "test_images": options.test_images}
+        options.record.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    if options.out is not None:
+        _draw(rows, options.weights.stem, options.out)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    targets = sorted({row["target"] for row in rows}, reverse=True)
+    lines = ["| method | " + " | ".join(f"{100 * target:g} % of the FLOPs" for target in targets) + " | passes |"]
+    lines.append("|---|" + "---:|" * (len(targets) + 1))
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for target in targets:
+            found = [row["accuracy"] for row in rows if row["method"] == method and row["target"] == target]
+            spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+            cells.append(f"{statistics.mean(found):.2f}{spread}" if found else "")
+        passes = statistics.mean(row["forwards"] for row in rows if row["method"] == method)
+        lines.append(f"| {method} | {' | '.join(cells)} | {passes:.1f} |")
+    return "\n".join(lines)
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        line = sorted(((100 * row["flops"], row["accuracy"]) for row in own), reverse=True)
+        line = [(100.0, own[0]["whole"]), *line]
+        wide = 2.5 if method.startswith("rlsprune") else 1.2
+        axes.plot(*zip(*line, strict=True), marker="o", markersize=3, linewidth=wide, label=method)
+    axes.set(xlabel="FLOPs left (%)", ylabel="test accuracy right after the cut (%)", title=title)
+    axes.invert_xaxis()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

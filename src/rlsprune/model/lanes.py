@@ -1,0 +1,86 @@
+"""Computations that stop half-way, hand something out and go on when they are told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Lane"]
+
+_Handed = TypeVar("_Handed")
+
+
+class _CancelledError(BaseException):
+    """Unwinds a computation that nobody waits for any more."""
+
+
+class Lane(Generic[_Handed]):
+    """A function in a thread of its own that runs only while `advance` waits for it: one thread at a time works.
+
+    A network's forward is the user's code, so it cannot be cut into pieces. But it can be stopped in the middle.
+
+    Examples:
+        >>> lane = Lane(lambda lane: [lane.hand_out(number) for number in (1, 2)])
+        >>> lane.advance(), lane.advance(), lane.advance()
+        (1, 2, None)
+    """
+
+    def __init__(self, work: Callable[[Lane[_Handed]], object]) -> None:
+        """Starts nothing yet.
+
+        Args:
+            work: Is called with the lane, and calls its `hand_out`.
+        """
+        self._work = work
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._handed: _Handed | None = None
+        self._error: BaseException | None = None
+        self._cancelled = False
+
+    def advance(self) -> _Handed | None:
+        """Goes on to the next thing that is handed out; None when the work is done.
+
+        Raises:
+            BaseException: What the work raised.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        elif not self._thread.is_alive():
+            return None
+        self._handed = None
+        self._go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._handed
+
+    def hand_out(self, value: _Handed) -> None:
+        """From within the work: stops until the next `advance`."""
+        self._handed = value
+        self._stopped.release()
+        self._go.acquire()
+        if self._cancelled:
+            raise _CancelledError
+
+    def close(self) -> None:
+        """Ends the work where it is."""
+        self._cancelled = True
+        if self._thread is not None and self._thread.is_alive():
+            self._go.release()
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._cancelled:
+                self._work(self)
+        except _CancelledError:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._stopped.release()

@@ -1,0 +1,128 @@
+"""One call of a linear or convolution layer, seen as a matrix product: rows of inputs times a weight matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+__all__ = ["Product", "product_of"]
+
+_CONVOLUTIONS: dict[Callable[..., Any], int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A call, before or after it is made. Row ``i`` of the matrix belongs to place ``i`` of the output."""
+
+    inputs: Tensor
+    """As the call got it."""
+    weight: Tensor
+    bias: Tensor | None
+    dims: int = 0
+    """Of the space that a convolution moves in; 0 for a linear layer."""
+    stride: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    """Before and after, for each dimension."""
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+    @property
+    def width(self) -> int:
+        """Inputs of one group: columns of the matrix."""
+        return self.weight[0].numel()
+
+    @property
+    def batched(self) -> Tensor:
+        """The input with a batch dimension."""
+        return self.inputs.unsqueeze(0) if self.dims and self.inputs.dim() == self.dims + 1 else self.inputs
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """Size of the output's places: (batch, …), without channels."""
+        if not self.dims:
+            return tuple(self.inputs.shape[:-1])
+        inputs = self.batched
+        sizes = zip(inputs.shape[2:], self.weight.shape[2:], self.stride, self.padding, self.dilation, strict=True)
+        return len(inputs), *((size + sum(pad) - d * (k - 1) - 1) // s + 1 for size, k, s, pad, d in sizes)
+
+    @property
+    def places(self) -> int:
+        """How many rows the matrix has."""
+        return math.prod(self.spatial)
+
+    def rows(self, where: Tensor) -> Tensor:
+        """The rows of these places: ``(groups, len(where), width)``."""
+        if not self.dims:
+            return self.inputs.reshape(-1, self.inputs.shape[-1])[where.to(self.inputs.device)].unsqueeze(0)
+        where = where.to(self.inputs.device)
+        image, *corners = torch.unravel_index(where, self.spatial)
+        chosen, image = torch.unique(image, return_inverse=True)  # not all images have to be padded
+        padded = F.pad(self.batched[chosen], [size for pair in reversed(self.padding) for size in pair])
+        index: list[Tensor | slice] = [image.view(-1, *[1] * self.dims), slice(None)]
+        kernel = self.weight.shape[2:]
+        for axis, corner in enumerate(corners):
+            steps = torch.arange(kernel[axis], device=where.device) * self.dilation[axis]
+            taps = corner[:, None] * self.stride[axis] + steps
+            index.append(taps.view(-1, *(kernel[axis] if i == axis else 1 for i in range(self.dims))))
+        patches = padded[tuple(index)].movedim(-1, 1)  # the indexed dimensions come first, the channels last
+        return patches.reshape(len(where), self.groups, -1).movedim(1, 0)
+
+    def at(self, output: Tensor, where: Tensor) -> Tensor:
+        """What a tensor of the output's shape holds at these places: ``(len(where), channels)``."""
+        where = where.to(output.device)
+        if not self.dims:
+            return output.reshape(-1, output.shape[-1])[where]
+        if output.dim() == self.dims + 1:
+            output = output.unsqueeze(0)
+        image, *rest = torch.unravel_index(where, self.spatial)
+        index: list[Tensor | slice] = [image, slice(None), *rest]
+        return output[tuple(index)]
+
+
+def product_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
+    """The call of a linear or convolution function; None for any other function."""
+    if function is F.linear:
+        inputs, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
+        return Product(inputs, weight, bias)
+    dims = _CONVOLUTIONS.get(function)
+    if dims is None:
+        return None
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    inputs, weight, bias, stride, padding, dilation, groups = _bound(names, args, kwargs)
+    spread = _each(1 if dilation is None else dilation, dims)
+    return Product(
+        inputs,
+        weight,
+        bias,
+        dims,
+        _each(1 if stride is None else stride, dims),
+        _padding(0 if padding is None else padding, weight.shape[2:], spread),
+        spread,
+        1 if groups is None else groups,
+    )
+
+
+def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+
+
+def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * (dims if len(value) == 1 else 1)
+
+
+def _padding(
+    value: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    if value == "same":
+        total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((size // 2, size - size // 2) for size in total)
+    sizes = _each(0 if isinstance(value, str) else value, len(kernel))
+    return tuple((size, size) for size in sizes)

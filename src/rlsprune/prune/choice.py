@@ -1,0 +1,163 @@
+"""What can go from a whole network, and what it costs: one look at the inputs of all its layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.graph import ChannelGraph, Member
+from rlsprune.graph.sites import Site, layer_names
+from rlsprune.model.tensors import exact
+from rlsprune.prune.criteria import weight_norms
+from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
+from rlsprune.prune.leastsquares import MOST_INPUTS
+from rlsprune.prune.rebuild import Calibration, affine_of, draw_places
+from rlsprune.prune.replay import Replay, Stop, closing
+from rlsprune.statistics.inverse import from_rows
+from rlsprune.statistics.rows import input_rows
+
+__all__ = ["Choice", "find_curves"]
+
+_DAMPING = 1e-3
+_ROWS_IN_ROWS = 2048  # of a layer with too many inputs for a matrix of them
+
+
+@dataclass
+class _Seen:
+    """Of one weight, by all the calls that use it."""
+
+    rows: list[Tensor] = field(default_factory=list)
+    scale: Tensor | None = None
+    """Of each output: how much its error counts."""
+    variance: float = 0.0
+
+    def matrix(self) -> Tensor:
+        """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
+        rows = torch.cat(self.rows, dim=1)
+        return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+@dataclass
+class Choice:
+    """What a look at the whole network tells."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """Name of a group → how it can be cut."""
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    """Name of a layer that is called several times → the autocorrelation of its inputs in all calls."""
+
+
+def find_curves(
+    whole: nn.Module,
+    graph: ChannelGraph,
+    sites: Mapping[tuple[str, int], Site],
+    batches: Calibration,
+    on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
+) -> Choice:
+    """For each group the order in which its units go, and what that costs.
+
+    The network runs once, stopped at every layer; the inputs of one layer are held at a time, or of all that read one
+    group.
+
+    Args:
+        whole: In evaluation mode.
+        graph: Its groups.
+        sites: Its layers' calls.
+        batches: Inputs.
+        on_layer: Told each layer's name, and how many are done of how many.
+    """
+    names = layer_names(whole)
+    modules = dict(whole.named_modules())
+    groups = list(graph)
+    waiting = {group.name: {_home(member, modules, names) for member in group.consumers} for group in groups}
+    wanted = set().union(*waiting.values()) if waiting else set()
+    calls = Counter(site.layer for site in sites.values() if site.layer in wanted)
+    seen: dict[str, _Seen] = {}
+    choice = Choice()
+    curves = choice.curves
+    lanes = batches.lanes(sites)
+
+    def settle(done: set[str], final: bool = False) -> None:
+        for group in groups:
+            if group.name not in curves and (final or waiting[group.name] <= done):
+                readers = [_reader(member, seen.get(_home(member, modules, names))) for member in group.consumers]
+                curves[group.name] = eliminate([reader for reader in readers if reader is not None], group.size)
+        needed = set().union(*(waiting[group.name] for group in groups if group.name not in curves))
+        for name in [name for name in seen if name not in needed]:
+            del seen[name]
+
+    watched = {key: site for key, site in sites.items() if site.layer in wanted}
+    replay = Replay(whole, watched, batches.calls, ahead=False)
+    done: set[str] = set()
+    with closing(replay):
+        for number, key in enumerate(watched, 1):
+            stops = replay.advance(lanes[key])
+            if not stops:
+                break
+            site = stops[0].site
+            on_layer(site.layer, number, len(watched))
+            _look(seen.setdefault(site.layer, _Seen()), stops, [modules[name] for name in site.norms], number)
+            calls[site.layer] -= 1
+            if not calls[site.layer]:
+                done.add(site.layer)
+                if site.shared:
+                    choice.shared[site.layer] = _autocorrelation(seen[site.layer].matrix())
+                settle(done)
+    settle(done, final=True)
+    return choice
+
+
+def _home(member: Member, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> str:
+    """The layer that calls are counted under: the first with that weight."""
+    return names.get(id(modules[member.name]._parameters.get("weight")), member.name)
+
+
+def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: int) -> None:
+    places = draw_places(stops, seed)
+    pairs = list(zip(stops, places, strict=True))
+    seen.rows.append(torch.cat([stop.product.rows(where) for stop, where in pairs], dim=1))
+    results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
+    scale, _ = affine_of(norms, results)
+    if not stops[0].site.sums:
+        results = results * scale
+    seen.scale = scale
+    if stops[0].product.bias is not None or norms:
+        seen.rows[-1] = torch.nn.functional.pad(seen.rows[-1], (0, 1), value=1.0)
+    seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
+
+
+def _reader(member: Member, seen: _Seen | None) -> UnitReader | None:
+    """A consumer of a group; without its inputs it is known by its weights alone."""
+    if seen is None or not seen.rows or seen.scale is None:
+        norms = weight_norms(member, 2)
+        return FixedScores(norms / norms.sum().clamp_min(torch.finfo(torch.float64).tiny))
+    layer = member.module
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    rows = seen.matrix()
+    groups, count, width = rows.shape
+    matrix = exact(weight.detach()).reshape(groups, len(weight) // groups, -1).mT
+    if width > matrix.shape[1]:
+        bias = layer._parameters.get("bias")
+        last = matrix.new_zeros(groups, 1, matrix.shape[2])
+        if bias is not None:
+            last = exact(bias.detach()).view(groups, 1, -1)
+        matrix = torch.cat([matrix, last], dim=1)
+    counts = exact(seen.scale).view(groups, 1, -1) / max(seen.variance, torch.finfo(torch.float32).tiny) ** 0.5
+    index = input_rows(layer, member.index)
+    if width > MOST_INPUTS and groups == 1:
+        part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
+        return ReaderInRows(from_rows(part, _DAMPING), (matrix * counts)[0], index[0])
+    return Reader(_autocorrelation(rows), matrix * counts, index)
+
+
+def _autocorrelation(rows: Tensor) -> Tensor:
+    """``XᵀX/m``, damped."""
+    result = exact(rows.mT @ rows) / rows.shape[1]
+    damping = _DAMPING * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
+    result.diagonal(dim1=-2, dim2=-1).add_(damping)
+    return result

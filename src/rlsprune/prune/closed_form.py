@@ -1,0 +1,234 @@
+"""A trained network made smaller at once: no labels, no training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.graph import Cuts, find_groups, plan_cuts
+from rlsprune.graph.sites import find_sites
+from rlsprune.model.calls import ExampleInputs, bare_copy
+from rlsprune.model.cost import latency
+from rlsprune.model.modes import evaluating
+from rlsprune.model.selector import select_inputs
+from rlsprune.model.tensors import complement, exact, memory_format, replace_data
+from rlsprune.prune.allocation import Costs
+from rlsprune.prune.budget import Budget
+from rlsprune.prune.choice import find_curves
+from rlsprune.prune.norms import make_consistent
+from rlsprune.prune.rebuild import Calibration, rebuild
+from rlsprune.prune.snapshot import Snapshot
+from rlsprune.prune.surgery import apply_cuts
+from rlsprune.prune.widths import choose_widths
+from rlsprune.statistics.inverse import cholesky_positive
+from rlsprune.statistics.rows import input_rows
+
+__all__ = ["ClosedForm", "Plan"]
+
+# Steps towards a target that is measured, or counted only when the network is cut.
+_MEASURED_STEPS, _TURNS = 6, 3
+
+Report = Callable[[str, int, int | None], object]
+"""Told what is being done, how much of it is done, and of how much."""
+
+
+class Plan(NamedTuple):
+    """How many units go."""
+
+    gone: Mapping[str, int]
+    """Name of a group → number of its units."""
+    error: float
+    """What that is thought to cost: the sum of the groups' errors."""
+
+
+class ClosedForm:
+    """Cuts a network to any size and refits it to what it was.
+
+    Which units go is found once, by one look at the whole network. Each cut starts from the whole network again.
+
+    Args:
+        model: The network. Its parameters stay the same objects.
+        example_inputs: A single input.
+        batches: Inputs to calibrate on.
+        ignore: Names of layers that keep all their channels.
+        min_channels: What every layer keeps at least.
+        round_to: Layers keep a multiple of this many channels.
+        report: For a progress bar.
+
+    Raises:
+        ValueError: Nothing can be cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: ExampleInputs,
+        batches: Calibration,
+        *,
+        ignore: Iterable[str] = (),
+        min_channels: int = 1,
+        round_to: int = 1,
+        report: Report = lambda stage, done, total: None,
+    ) -> None:
+        self._model, self._example, self._batches, self._report = model, example_inputs, batches, report
+        self._least, self._round_to = min_channels, round_to
+        report("finding channels", 0, None)
+        self.graph = find_groups(model, example_inputs, ignore)
+        """The channels that may go."""
+        if not self.graph.groups:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.graph.skipped.items())
+            raise ValueError(f"the model has nothing to prune. {reasons}")
+        self._whole = bare_copy(model).eval()
+        self._budget = Budget(model, example_inputs, {})
+        self._start = Snapshot(model, copy=True)
+        with evaluating(self._whole):
+            self.sites = find_sites(self._whole, batches.calls[0])
+            """The calls of its layers."""
+            choice = find_curves(
+                self._whole,
+                self.graph,
+                self.sites,
+                batches,
+                lambda name, done, total: report(f"choosing: {name}", done, total),
+            )
+        self.curves, self._shared = choice.curves, choice.shared
+        """Name of a group → which of its units go first, and what that costs."""
+
+    @property
+    def whole(self) -> nn.Module:
+        """A copy of the network as it was given."""
+        return self._whole
+
+    def plan(self, target: Mapping[str, float]) -> Plan:
+        """The least harmful cut that reaches one of the targets, by what is counted.
+
+        Args:
+            target: ``{"params": 0.3}``, ``{"flops": 0.5}`` or ``{"latency": 0.5}``: shares of the whole network.
+        """
+        plans = [self._plan_one(what, share) for what, share in target.items()]
+        return min(plans, key=lambda plan: plan.error)
+
+    def apply(self, plan: Plan) -> None:
+        """The whole network, cut and refitted."""
+        kept = self.cut(plan)
+        self._report("refitting", 0, None)
+        with evaluating(self._model):
+            rebuild(
+                self._whole,
+                self._model,
+                self.sites,
+                kept,
+                self._batches,
+                on_layer=lambda name, done, total: self._report(f"refitting: {name}", done, total),
+            )
+        self._report("batch norms", 0, None)
+        make_consistent(self._model, self._batches.calls)
+
+    def restore(self) -> None:
+        """The network as it was given."""
+        self._start.restore()
+
+    def costs(self) -> dict[str, int]:
+        """Parameters and FLOPs of the network as it is."""
+        return self._budget.costs()
+
+    # --- how much of each group ---------------------------------------------------------------------------------------
+
+    def _plan_one(self, what: str, share: float) -> Plan:
+        proportional = what == "params" or (what == "flops" and self._budget.proportional)
+        if proportional:
+            return self._planned(what, share)
+        aim, enough = share, None
+        low, high = 0.0, 1.0
+        proxy = "flops" if self._budget.proportional else "params"
+        for _ in range(_MEASURED_STEPS):
+            plan = self._planned(proxy, aim)
+            self._report(f"measuring {what}", 0, None)
+            self.cut(plan)
+            reached = self._relative(what) <= share
+            self.restore()
+            if reached:
+                low, enough = aim, plan
+            else:
+                high = aim
+            aim = (low + high) / 2
+        return enough or self._planned(proxy, low)
+
+    def _relative(self, what: str) -> float:
+        """Cost of the network as it is, as a share of the whole one's; times are measured in turns."""
+        if what != "latency":
+            return self.costs()[what] / self._budget.original[what]
+        ratios = [
+            latency(self._model, self._example)[0] / latency(self._whole, self._example)[0] for _ in range(_TURNS)
+        ]
+        return statistics.median(ratios)
+
+    def _planned(self, what: str, share: float) -> Plan:
+        groups = [group for group in self.graph if group.size > 1]
+        tensors = self._budget.tensors_of(what)
+        gone = choose_widths(
+            self.curves,
+            groups,
+            Costs(tensors, groups),
+            share * sum(tensors.values()),
+            least=self._least,
+            round_to=self._round_to,
+        )
+        return Plan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()))
+
+    # --- the cut ------------------------------------------------------------------------------------------------------
+
+    def cut(self, plan: Plan) -> dict[str, Tensor]:
+        """The whole network, cut and not refitted; returns which outputs each layer that lost any keeps."""
+        self.restore()
+        chosen = [
+            (self.graph[name], sorted(self.curves[name].order[:count])) for name, count in plan.gone.items() if count
+        ]
+        cuts = plan_cuts(chosen)
+        self._refit_shared(cuts)
+        for group, units in chosen:
+            for member in group.consumers if group.is_input else ():
+                assert isinstance(member.module, nn.Linear)
+                select_inputs(member.module, complement(member.module.in_features, member.index[units].flatten()))
+        apply_cuts(self._model, cuts)
+        return {name: stay.nonzero().flatten() for (name, side), stay in cuts.stay.items() if side in ("out", "both")}
+
+    def _refit_shared(self, cuts: Cuts) -> None:
+        """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
+        for name, autocorrelation in self._shared.items():
+            stay = cuts.stay.get((name, "in"))
+            layer = self._model.get_submodule(name)
+            if stay is None or (
+                (name, "out") in cuts.stay and not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
+            ):
+                continue
+            rows = input_rows(layer, (~stay).nonzero())
+            _compensate(layer, autocorrelation, rows.flatten(1))
+
+
+@torch.no_grad()
+def _compensate(layer: nn.Module, autocorrelation: Tensor, gone: Tensor) -> None:
+    """``W_k + A_kk⁻¹ A_kd W_d``, in new tensors; the weights of what goes are left as they are."""
+    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
+    assert weight is not None
+    groups = len(autocorrelation)
+    matrix = exact(weight).reshape(groups, len(weight) // groups, -1).mT
+    if bias is not None:
+        matrix = torch.cat([matrix, exact(bias).view(groups, 1, -1)], dim=1)
+    parts = []
+    for A, W, rows in zip(autocorrelation, matrix, gone, strict=True):
+        A = A[: len(W), : len(W)]
+        stay = complement(len(W), rows.to(W.device))
+        factor = cholesky_positive(A[stay][:, stay])
+        step = torch.cholesky_solve(A[stay][:, rows] @ W[rows], factor)
+        parts.append(W.index_copy(0, stay, W[stay] + step))
+    solved = torch.stack(parts)
+    width = weight[0].numel()
+    data = solved[:, :width].mT.reshape(weight.shape).to(weight)
+    replace_data(weight, data.contiguous(memory_format=memory_format(weight)))
+    if bias is not None:
+        replace_data(bias, solved[:, width].reshape(bias.shape).to(bias))

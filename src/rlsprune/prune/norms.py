@@ -1,0 +1,86 @@
+"""Batch norms that mean the same in training mode as in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rlsprune.graph.observe import hooked
+from rlsprune.model.calls import ExampleInputs, as_call
+from rlsprune.model.modes import evaluating
+from rlsprune.model.tensors import replace_data
+
+__all__ = ["make_consistent"]
+
+
+def make_consistent(model: nn.Module, batches: Iterable[ExampleInputs]) -> list[str]:
+    """Gives every batch norm the statistics of what it reads now, and changes its scale and shift to make up for it.
+
+    A refit changes what a batch norm reads. Evaluation mode does not see that, training mode does. Afterwards the
+    network in evaluation mode computes what it did before, and in training mode the same, on inputs like these.
+
+    Args:
+        model: The network.
+        batches: What it is called with.
+
+    Returns:
+        Names of the batch norms that were left alone: they have no scale and shift, or no running statistics.
+    """
+    norms = {module: name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    usable = [norm for norm in norms if norm.affine and norm.running_mean is not None]
+    moments: dict[nn.Module, _Moments] = {norm: _Moments() for norm in usable}
+
+    def see(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        moments[norm].add(inputs[0])
+
+    with hooked(usable, see), evaluating(model):
+        for batch in batches:
+            args, kwargs = as_call(batch)
+            model(*args, **kwargs)
+    for norm in usable:
+        if moments[norm].count > 1:
+            _restate(norm, moments[norm])
+    return [name for norm, name in norms.items() if norm not in moments]
+
+
+class _Moments:
+    """Mean and variance of each channel, in float64 and merged batch by batch, so that nothing cancels."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Tensor | None = None
+        self.squares: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        rows = values.detach().transpose(0, 1).flatten(1) if values.dim() > 2 else values.detach().mT
+        wide = rows.to(torch.float64 if rows.device.type != "mps" else torch.float32)
+        count, mean = wide.shape[1], wide.mean(1)
+        squares = (wide - mean[:, None]).square().sum(1)
+        if self.mean is None or self.squares is None:
+            self.count, self.mean, self.squares = count, mean, squares
+            return
+        total, delta = self.count + count, mean - self.mean
+        self.mean = self.mean + delta * (count / total)
+        self.squares = self.squares + squares + delta.square() * (self.count * count / total)
+        self.count = total
+
+
+@torch.no_grad()
+def _restate(norm: _BatchNorm, moments: _Moments) -> None:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert moments.mean is not None
+    assert moments.squares is not None
+    before = (norm.running_var.to(moments.mean) + norm.eps).sqrt()
+    # Training mode divides by the biased variance, and running statistics hold the unbiased one.
+    variance = moments.squares / moments.count
+    after = (variance + norm.eps).sqrt()
+    scale = norm.weight.to(before) / before
+    shift = norm.bias.to(before) + scale * (moments.mean - norm.running_mean.to(before))
+    replace_data(norm.weight, (scale * after).to(norm.weight))
+    replace_data(norm.bias, shift.to(norm.bias))
+    norm.running_mean.copy_(moments.mean)
+    norm.running_var.copy_(variance)

@@ -1,0 +1,262 @@
+"""The sequential refit: layer by layer, a cut network learns to say what the whole one says, in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rlsprune.graph.sites import Site
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.product import Product
+from rlsprune.model.tensors import exact, memory_format, replace_data
+from rlsprune.prune.leastsquares import LeastSquares, clipped_fit
+from rlsprune.prune.replay import Replay, Stop, closing
+
+__all__ = ["Calibration", "affine_of", "draw_places", "rebuild"]
+
+_DAMPING = 1e-3
+_HELD_BACK = 5  # every fifth row tells whether a solution is better
+_CLIP_ROUNDS = 5
+# Rows of a layer: so many times its inputs or the second number, whichever is more, while they stay below so many
+# entries in all.
+_ROWS_PER_INPUT, _LEAST_ROWS, _MOST_ENTRIES = 8, 16384, 2**26
+# Bytes that the activations of one network may take while all its forwards wait at a layer.
+_LIVE_BYTES = 2**28
+_LEAST_SCALE = 0.05  # of the median: a sum cannot be made up for through a smaller scale
+_SAME = 1e-6  # of the targets' norm: an output this close has not drifted
+
+
+class Calibration(NamedTuple):
+    """Inputs to calibrate on, in pieces that a network can take."""
+
+    calls: Sequence[ExampleInputs]
+    sizes: Sequence[int]
+    """Inputs in each."""
+
+    def lanes(self, sites: Mapping[tuple[str, int], Site]) -> dict[tuple[str, int], int]:
+        """How many of the pieces can wait at each site together; never fewer at a later site."""
+        result: dict[tuple[str, int], int] = {}
+        lanes = len(self.calls)
+        for key, site in reversed(list(sites.items())):
+            taken = 3 * 4 * site.size * max(self.sizes)
+            lanes = max(1, min(lanes, _LIVE_BYTES // max(taken, 1)))
+            result[key] = lanes
+        return result
+
+
+def draw_places(stops: Sequence[Stop], seed: int) -> list[Tensor]:
+    """Rows of a layer to work with, the same share of each piece's; the same again for the same seed."""
+    product, places = stops[0].product, sum(stop.product.places for stop in stops)
+    width = product.width + 1
+    most = _MOST_ENTRIES // (width * product.groups)
+    wanted = min(max(_ROWS_PER_INPUT * width, min(_LEAST_ROWS, most)), max(most, 64))
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for stop in stops:
+        own = stop.product.places
+        share = math.ceil(wanted * own / max(places, 1))
+        if share >= own:
+            drawn.append(torch.arange(own))
+        else:
+            drawn.append(torch.unique(torch.randint(own, (share,), generator=generator)))
+    return drawn
+
+
+def rebuild(
+    whole: nn.Module,
+    cut: nn.Module,
+    sites: Mapping[tuple[str, int], Site],
+    kept: Mapping[str, Tensor],
+    batches: Calibration,
+    *,
+    damping: float = _DAMPING,
+    on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
+) -> list[str]:
+    """Refits every layer of a cut network, in call order, to the outputs of the whole one.
+
+    Both run on the same inputs, in step. At each layer the cut network's own inputs, errors of earlier layers included,
+    are one side of the least-squares problem; the whole network's outputs are the other. A layer whose output goes into
+    a sum makes up for the error of the other summand too.
+
+    Args:
+        whole: The network as it was, in evaluation mode. Not changed.
+        cut: The network without some of its channels, in evaluation mode.
+        sites: Of the whole network.
+        kept: Name of a layer → which of the whole network's output channels it still has; all if not named.
+        batches: Inputs; no targets.
+        damping: Towards the weights that a layer has, as a share of the mean square of its inputs.
+        on_layer: Told each layer's name, and how many are done of how many.
+
+    Returns:
+        Names of the layers that were refitted.
+    """
+    modules = dict(cut.named_modules())
+    fitted = {key: site for key, site in sites.items() if not site.shared}
+    lanes = batches.lanes(sites)
+    refitted: list[str] = []
+    theirs, ours = Replay(whole, fitted, batches.calls, ahead=False), Replay(cut, fitted, batches.calls, ahead=True)
+    with closing(theirs, ours):
+        number = 0
+        order = list(fitted)
+        while number < len(order):
+            # A forward that stops at a sum stops later than its layer is called: as many lanes as the earlier allows.
+            active = lanes[order[number]]
+            targets, inputs = theirs.advance(active), ours.advance(active)
+            if not targets:
+                break
+            number += 1
+            site = inputs[0].site
+            layer = modules[site.layer]
+            norms = [modules[name] for name in site.norms]
+            on_layer(site.layer, number, len(fitted))
+            if _refit(layer, norms, site, targets, inputs, kept.get(site.layer), damping, number):
+                refitted.append(site.layer)
+        ours.advance(len(inputs))
+        theirs.advance(len(inputs))
+    return refitted
+
+
+def _refit(
+    layer: nn.Module,
+    norms: Sequence[nn.Module],
+    site: Site,
+    targets: Sequence[Stop],
+    inputs: Sequence[Stop],
+    kept: Tensor | None,
+    damping: float,
+    seed: int,
+) -> bool:
+    """Gives one layer new weights, if they are better."""
+    places = draw_places(inputs, seed)
+    pairs = list(zip(inputs, places, strict=True))
+    product = inputs[0].product
+    rows = torch.cat([stop.product.rows(where) for stop, where in pairs], dim=1)
+    if not rows.shape[1] or not rows.is_floating_point():
+        return False
+
+    def of_whole(tensors: Sequence[Tensor | None]) -> Tensor:
+        parts = zip(targets, tensors, places, strict=True)
+        both = torch.cat([stop.product.at(tensor, where) for stop, tensor, where in parts if tensor is not None])
+        return both if kept is None else both[:, kept.to(both.device)]
+
+    own = of_whole([stop.output for stop in targets])
+    scale, shift = affine_of(norms, own)
+    if site.sums:
+        others = [stop.other for stop in inputs]
+        assert all(other is not None for other in others)
+        other = torch.cat([stop.product.at(stop.other, where) for stop, where in pairs if stop.other is not None])
+        summed = of_whole([stop.result for stop in targets])
+        usable = scale.abs() >= _LEAST_SCALE * scale.abs().median()
+        safe = torch.where(usable, scale, torch.ones_like(scale))
+        wanted = torch.where(usable, (summed - other - shift) / safe, own)
+        offset = shift + other
+    else:
+        usable, wanted, offset = scale.abs() > 0, own, shift.expand_as(own)
+    low, high = _limits(site, scale, offset, usable)
+    fit = _fit(layer, norms, product, rows, wanted, low, high, damping)
+    if fit is None:
+        return False
+    weight, intercept = fit
+    _apply(layer, norms, scale, weight, intercept)
+    return True
+
+
+def affine_of(norms: Sequence[nn.Module], like: Tensor) -> tuple[Tensor, Tensor]:
+    """``a`` and ``c`` of the map ``a·z + c`` that batch norms make in evaluation mode."""
+    scale, shift = torch.ones_like(like[0]), torch.zeros_like(like[0])
+    for norm in norms:
+        assert isinstance(norm, _BatchNorm)
+        assert norm.running_var is not None
+        assert norm.running_mean is not None
+        own = torch.rsqrt(norm.running_var + norm.eps)
+        if norm.weight is not None:
+            own = own * norm.weight
+        scale, shift = scale * own, (shift - norm.running_mean) * own
+        if norm.bias is not None:
+            shift = shift + norm.bias
+    return scale.detach(), shift.detach()
+
+
+def _limits(site: Site, scale: Tensor, offset: Tensor, usable: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Where the layer's own output is clipped, of what comes after the scale, the shift and the sum."""
+    if site.low == -math.inf and site.high == math.inf:
+        return None, None
+    safe = torch.where(usable, scale, torch.ones_like(scale))
+    ends = [(site.low - offset) / safe, (site.high - offset) / safe]
+    low, high = torch.where(safe > 0, ends[0], ends[1]), torch.where(safe > 0, ends[1], ends[0])
+    return low.masked_fill(~usable, -math.inf), high.masked_fill(~usable, math.inf)
+
+
+def _fit(
+    layer: nn.Module,
+    norms: Sequence[nn.Module],
+    product: Product,
+    rows: Tensor,
+    wanted: Tensor,
+    low: Tensor | None,
+    high: Tensor | None,
+    damping: float,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to leave the layer alone."""
+    groups, count, width = rows.shape
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    weight = exact(product.weight.detach()).reshape(groups, len(product.weight) // groups, -1).mT
+
+    def by_group(values: Tensor) -> Tensor:
+        return values.to(dtype).reshape(count, groups, -1).movedim(1, 0)
+
+    rows, targets = rows.to(dtype), by_group(wanted)
+    has_bias = product.bias is not None
+    movable = has_bias or (len(norms) == 1 and getattr(norms[0], "bias", None) is not None)
+    if movable:
+        rows = torch.cat([rows, rows.new_ones(groups, count, 1)], dim=2)
+        bias = exact(product.bias.detach()) if product.bias is not None else weight.new_zeros(groups * weight.shape[2])
+        weight = torch.cat([weight, bias.view(groups, 1, -1)], dim=1)
+    outputs = rows @ weight.to(rows)
+    if float((outputs - targets).norm()) <= _SAME * float(targets.norm()):
+        return None
+    back = torch.arange(count, device=rows.device) % _HELD_BACK == 0 if count >= 4 * _HELD_BACK else None
+    part = slice(None) if back is None else ~back
+    problem = LeastSquares(rows[:, part], weight.to(rows.device), damping)
+    if low is None or high is None:
+        solution = problem(targets[:, part])
+        clip: Callable[[Tensor], Tensor] = lambda values: values  # noqa: E731
+    else:
+        lows, highs = by_group(low), by_group(high)
+        solution = clipped_fit(problem, targets[:, part], lows[:, part], highs[:, part], _CLIP_ROUNDS)
+        held_low, held_high = (lows, highs) if back is None else (lows[:, back], highs[:, back])
+        clip = lambda values: values.clamp(held_low, held_high)  # noqa: E731
+    if back is not None:
+        held, told = rows[:, back], clip(targets[:, back])
+
+        def error(matrix: Tensor) -> float:
+            return float((clip(held @ matrix.to(held)) - told).square().sum())
+
+        if not error(solution) < error(weight):
+            return None
+    if not bool(solution.isfinite().all()):
+        return None
+    return (solution[:, :width], solution[:, width]) if movable else (solution, None)
+
+
+def _apply(
+    layer: nn.Module, norms: Sequence[nn.Module], scale: Tensor, matrix: Tensor, intercept: Tensor | None
+) -> None:
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    data = matrix.mT.reshape(weight.shape).to(weight)
+    replace_data(weight, data.contiguous(memory_format=memory_format(weight)))
+    if intercept is None:
+        return
+    bias = layer._parameters.get("bias")
+    if bias is not None:
+        replace_data(bias, intercept.reshape(bias.shape).to(bias))
+    else:
+        shift = norms[0].bias
+        assert isinstance(shift, Tensor)
+        replace_data(shift, (shift.detach() + scale.to(shift) * intercept.reshape(shift.shape).to(shift)))

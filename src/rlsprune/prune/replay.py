@@ -1,0 +1,190 @@
+"""A network's forward over many batches at once, stopped at every layer, which can change before it acts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from rlsprune.graph.sites import Site, is_sum, layer_names
+from rlsprune.model.calls import ExampleInputs, as_call
+from rlsprune.model.lanes import Lane
+from rlsprune.model.product import Product, product_of
+
+__all__ = ["Replay", "Stop"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stop:
+    """Where a forward has stopped: at a call of a layer, or at the sum that its output goes into."""
+
+    site: Site
+    product: Product
+    """The call."""
+    output: Tensor | None = None
+    """Of the layer, if the call was made."""
+    result: Tensor | None = None
+    """After batch norms and the sum, if they were computed."""
+    other: Tensor | None = None
+    """The other summand."""
+
+
+class Replay:
+    """The forwards of one network over several batches, in step.
+
+    Args:
+        model: In evaluation mode.
+        sites: Where to stop, as `rlsprune.graph.sites` found them.
+        batches: What the network is called with.
+        ahead: Whether a forward stops before the layer acts. Its weights may then be changed: the layer acts with the
+            new ones. If not, it stops when the layer has acted, and what comes of it is known.
+    """
+
+    def __init__(
+        self, model: nn.Module, sites: Mapping[tuple[str, int], Site], batches: Sequence[ExampleInputs], ahead: bool
+    ) -> None:
+        self._model, self._sites, self._batches, self._ahead = model, sites, batches, ahead
+        self._names = layer_names(model)
+        self._watches: list[_Watch] = []
+        self._stops = 0
+
+    def advance(self, lanes: int) -> list[Stop]:
+        """Every forward goes on to its next stop, the first ``lanes`` of them; none at the end.
+
+        Forwards that were not under way start here, and go through all earlier stops.
+
+        Raises:
+            ValueError: The forwards do not call the same layers in the same order.
+        """
+        while len(self._watches) < lanes:
+            self._watches.append(_Watch(self, self._batches[len(self._watches)], skip=self._stops))
+        stops = [watch.lane.advance() for watch in self._watches]
+        self._stops += 1
+        found = [stop for stop in stops if stop is not None]
+        if (found and {stop.site.key for stop in found} != {found[0].site.key}) or 0 < len(found) < len(stops):
+            names = sorted({stop.site.layer for stop in found})
+            raise ValueError(
+                f"the network calls other layers for other inputs (here {', '.join(names)}): shrink needs the same "
+                "layers in the same order for every batch"
+            )
+        return found
+
+    def close(self) -> None:
+        """Ends all forwards where they are."""
+        for watch in self._watches:
+            watch.lane.close()
+
+
+@contextmanager
+def closing(*replays: Replay) -> Iterator[None]:
+    """Ends them afterwards, whatever happens."""
+    try:
+        yield
+    finally:
+        for replay in replays:
+            replay.close()
+
+
+class _Watch(TorchFunctionMode):
+    """One forward: sees every function that the network calls."""
+
+    def __init__(self, replay: Replay, batch: ExampleInputs, skip: int) -> None:
+        super().__init__()
+        self._sites, self._names, self._ahead = replay._sites, replay._names, replay._ahead
+        self._model, self._batch, self._skip = replay._model, batch, skip
+        self._calls: Counter[str] = Counter()
+        self._open: dict[int, tuple[Tensor, _Pending]] = {}
+        """id of a tensor on its way from a layer to a sum → the tensor, and what is to be done at the sum."""
+        self.lane: Lane[Stop] = Lane(self._forward)
+
+    def _forward(self, lane: Lane[Stop]) -> None:
+        args, kwargs = as_call(self._batch)
+        with torch.no_grad(), self:
+            self._model(*args, **kwargs)
+
+    def _stop(self, stop: Stop) -> None:
+        if self._skip:
+            self._skip -= 1
+        else:
+            self.lane.hand_out(stop)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        product = product_of(func, args, kwargs)
+        if product is not None and id(product.weight) in self._names:
+            return self._layer(product, lambda: func(*args, **kwargs))
+        if self._open:
+            tracked = [self._open[id(value)] for value in args if isinstance(value, Tensor) and id(value) in self._open]
+            if tracked and is_sum(func, args, kwargs):
+                return self._sum(func, args, kwargs, *tracked[0])
+            if tracked and args[0] is tracked[0][0]:
+                return self._carry(func, args, kwargs, tracked[0][1])
+        return func(*args, **kwargs)
+
+    def _layer(self, product: Product, call: Callable[[], Tensor]) -> Tensor:
+        name = self._names[id(product.weight)]
+        site = self._sites.get((name, self._calls[name]))
+        self._calls[name] += 1
+        if site is None:
+            return call()
+        if site.sums:
+            output = call()
+            self._open[id(output)] = (output, _Pending(site, product, output, [call]))
+            return output
+        if self._ahead:
+            self._stop(Stop(site, product))
+            return call()
+        output = call()
+        self._stop(Stop(site, product, output, output))
+        return output
+
+    def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pending: _Pending) -> Any:
+        """A batch norm or dropout between the layer and the sum."""
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and (func is F.batch_norm or result is args[0] or func in _PASSING):
+            pending.calls.append(lambda value: func(value, *args[1:], **kwargs))
+            self._open[id(result)] = (result, pending)
+        return result
+
+    def _sum(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor, pending: _Pending
+    ) -> Tensor:
+        first = args[0] is tensor
+        other = args[1] if first else args[0]
+        self._open = {key: entry for key, entry in self._open.items() if entry[1] is not pending}
+        site, product = pending.site, pending.product
+        if not self._ahead:
+            result: Tensor = tensor + other
+            self._stop(Stop(site, product, pending.output, result, other))
+            return result
+        skipped = self._skip > 0
+        self._stop(Stop(site, product, other=other))
+        if not skipped:
+            tensor = pending.calls[0]()
+            for call in pending.calls[1:]:
+                tensor = call(tensor)
+        made: Tensor = tensor + other
+        return made
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A layer that acted before its sum was known."""
+
+    site: Site
+    product: Product
+    output: Tensor
+    calls: list[Callable[..., Tensor]]
+    """The layer's call and those of the batch norms behind it, to be made again."""
+
+
+_PASSING = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}

@@ -1,0 +1,169 @@
+"""What a smaller network is held to: the targets, or what the given network says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from rlsprune.model.calls import as_call, batch_size, output_tensors
+from rlsprune.model.modes import evaluating
+from rlsprune.training.batches import Pair
+from rlsprune.training.loop import Loss
+
+__all__ = ["Objective", "divergence"]
+
+# Without labels, outputs are taken for class scores if the likeliest class has at least this probability on average.
+_CONFIDENT = 0.2
+_TEACHER = 0.5  # the share of the given network in what is learnt, beside labels
+
+
+def divergence(outputs: list[Tensor], given: list[Tensor], classes: bool) -> Tensor:
+    """How far outputs are from those of the given network.
+
+    Args:
+        outputs: Of the smaller network.
+        given: Of the given one.
+        classes: Whether they are scores of classes. Then it is the Kullback-Leibler divergence of their probabilities,
+            averaged over the inputs; else the squared difference over the variance of what was given, summed over the
+            tensors.
+    """
+    if classes:
+        ours, theirs = (value.float().flatten(0, -2).log_softmax(-1) for value in (outputs[0], given[0]))
+        return F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
+    total = torch.zeros((), device=given[0].device)
+    for one, other in zip(outputs, given, strict=True):
+        variance = other.float().var(correction=0).clamp_min(torch.finfo(torch.float32).tiny)
+        total = total + F.mse_loss(one.float(), other.float()) / variance
+    return total
+
+
+class Objective:
+    """Losses and scores of networks that stand in for a given one.
+
+    Args:
+        given: The network as it was given, in evaluation mode.
+        example: A batch that tells of what kind targets and outputs are.
+        loss: The user's, from outputs and targets; None for the rules of `rlsprune.shrink`.
+    """
+
+    def __init__(self, given: nn.Module, example: Pair, loss: Loss | None = None) -> None:
+        self._given, self._loss = given, loss
+        inputs, targets = example
+        with evaluating(given):
+            outputs = _predictions(_call(given, inputs))
+        if not outputs:
+            raise ValueError("the network returns no floating-point tensor: there is nothing to compare")
+        self.labelled = isinstance(targets, Tensor)
+        whole = self.labelled and not targets.is_floating_point() and targets.dtype != torch.bool
+        self.class_labels = whole and len(outputs) == 1 and _class_dim(outputs[0], targets) is not None
+        confident = (
+            len(outputs) == 1
+            and outputs[0].dim() > 1
+            and outputs[0].shape[-1] > 1
+            and float(outputs[0].float().softmax(-1).amax(-1).mean()) >= _CONFIDENT
+        )
+        self.classes = self.class_labels or (not self.labelled and confident)
+        """Whether the outputs are scores of classes."""
+        if loss is not None and not self.labelled:
+            raise ValueError("loss needs targets, and the batches have none: give (inputs, targets), or leave loss out")
+
+    def loss(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        """What recovery minimises, on one batch."""
+        output = _call(model, inputs)
+        if self._loss is not None:
+            return self._loss(output, targets)
+        outputs = _predictions(output)
+        if self.labelled and not self.class_labels:
+            return _regression(outputs, targets)
+        with torch.no_grad():
+            given = _predictions(_call(self._given, inputs))
+        apart = divergence(_last(outputs, targets), _last(given, targets), self.classes)
+        if not self.class_labels:
+            return apart
+        dim = _class_dim(outputs[0], targets)
+        entropy = F.cross_entropy(outputs[0] if dim == 1 else outputs[0].flatten(0, -2), _flat(targets, dim))
+        return (1 - _TEACHER) * entropy + _TEACHER * apart
+
+    def score(self, model: nn.Module, batches: Iterable[Pair]) -> float:
+        """Accuracy, agreement with the given network, or minus the loss, whichever fits; higher is better."""
+        total = seen = 0.0
+        measure: Callable[[nn.Module, Any, Any], tuple[float, float]]
+        if self.class_labels:
+            measure = self._right
+        elif self.classes and self._loss is None:
+            measure = self._agreeing
+        else:
+            measure = self._minus_loss
+        with evaluating(model, self._given):
+            for inputs, targets in batches:
+                value, count = measure(model, inputs, targets)
+                total, seen = total + value, seen + count
+        return total / max(seen, 1)
+
+    @property
+    def unit(self) -> str:
+        """What `score` measures."""
+        if self.class_labels:
+            return "accuracy"
+        return "agreement" if self.classes and self._loss is None else "minus loss"
+
+    def _right(self, model: nn.Module, inputs: Any, targets: Tensor) -> tuple[float, float]:
+        output = _predictions(_call(model, inputs))[0]
+        dim = _class_dim(output, targets)
+        assert dim is not None
+        counted = targets >= 0  # −100 marks what does not count
+        right = (output.argmax(dim) == targets) & counted
+        return 100.0 * int(right.sum()), int(counted.sum())
+
+    def _agreeing(self, model: nn.Module, inputs: Any, targets: Any) -> tuple[float, float]:
+        ours, theirs = (_predictions(_call(network, inputs))[0].argmax(-1) for network in (model, self._given))
+        return 100.0 * int((ours == theirs).sum()), ours.numel()
+
+    def _minus_loss(self, model: nn.Module, inputs: Any, targets: Any) -> tuple[float, float]:
+        count = batch_size(inputs)
+        return -float(self.loss(model, inputs, targets)) * count, count
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = as_call(inputs)
+    return model(*args, **kwargs)
+
+
+def _predictions(output: Any) -> list[Tensor]:
+    """Floating-point tensors of an output; of one that has ``logits``, these alone."""
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+    found = [logits] if isinstance(logits, Tensor) else output_tensors(output)
+    return [tensor for tensor in found if tensor.is_floating_point()]
+
+
+def _class_dim(outputs: Tensor, targets: Tensor) -> int | None:
+    """Along which dimension the classes lie, if targets are class labels."""
+    if outputs.dim() > 1 and targets.shape == outputs.shape[:-1]:
+        return -1
+    if outputs.dim() > 2 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:]):
+        return 1
+    return None
+
+
+def _flat(targets: Tensor, dim: int | None) -> Tensor:
+    return targets if dim == 1 else targets.flatten()
+
+
+def _last(outputs: list[Tensor], targets: Any) -> list[Tensor]:
+    """Outputs with the classes last, where labels tell that they lie elsewhere."""
+    if isinstance(targets, Tensor) and len(outputs) == 1 and _class_dim(outputs[0], targets) == 1:
+        return [outputs[0].movedim(1, -1)]
+    return outputs
+
+
+def _regression(outputs: list[Tensor], targets: Tensor) -> Tensor:
+    if len(outputs) != 1 or outputs[0].numel() != targets.numel():
+        shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+        raise ValueError(
+            f"outputs of shape {shapes} cannot be compared with targets of shape {tuple(targets.shape)}: give loss="
+        )
+    return F.mse_loss(outputs[0].view_as(targets), targets.to(outputs[0]))

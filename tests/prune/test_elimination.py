@@ -1,0 +1,124 @@
+"""The order in which units go, and what that costs, against least squares done anew for every candidate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlsprune.graph import find_groups
+from rlsprune.prune.allocation import Costs
+from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, eliminate
+from rlsprune.prune.widths import choose_widths
+from rlsprune.statistics.inverse import from_rows
+
+
+def error(A: Tensor, W: Tensor, stay: list[int]) -> float:
+    """Of the best fit of XW from some of the inputs, by A = XᵀX/m: ``tr(WᵀAW) − tr(CᵀA_kk⁻¹C)`` with C = A_k·W."""
+    C = (A @ W)[stay]
+    return float((W * (A @ W)).sum() - (C * torch.linalg.solve(A[stay][:, stay], C)).sum())
+
+
+def by_hand(readers: list[tuple[Tensor, Tensor, Tensor]], size: int) -> Curve:
+    alive, order, costs = list(range(size)), [], [0.0]
+
+    def total(units: list[int]) -> float:
+        return sum(error(A, W, sorted(set(range(len(A))) - gone(index, units))) for A, W, index in readers)
+
+    def gone(index: Tensor, units: list[int]) -> set[int]:
+        return {int(row) for unit in range(size) if unit not in units for row in index[unit]}
+
+    while len(alive) > 1:
+        costs_now = {unit: total([other for other in alive if other != unit]) for unit in alive}
+        unit = min(costs_now, key=costs_now.__getitem__)
+        alive.remove(unit)
+        order.append(unit)
+        costs.append(costs_now[unit])
+    return Curve([*order, *alive], costs)
+
+
+def problem(inputs: int, outputs: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    X = (
+        torch.randn(4 * inputs, inputs, generator=generator).double()
+        @ torch.randn(inputs, inputs, generator=generator).double()
+    )
+    return X.T @ X / len(X), torch.randn(inputs, outputs, generator=generator).double()
+
+
+def test_each_unit_goes_where_least_squares_says() -> None:
+    # Two layers read the units: one with three inputs each (and a bias), one with one input each.
+    A, W = problem(19, 5, 0)
+    B, V = problem(6, 4, 1)
+    first, second = torch.arange(18).view(6, 3), torch.arange(6).view(6, 1)
+    curve = eliminate([Reader(A[None], W[None], first[None]), Reader(B[None], V[None], second[None])], 6)
+    wanted = by_hand([(A, W, first), (B, V, second)], 6)
+    assert curve.order == wanted.order
+    assert curve.costs == pytest.approx(wanted.costs, rel=1e-8)
+
+
+def test_groups_of_a_convolution_add_up() -> None:
+    (A, W), (B, V) = problem(4, 2, 2), problem(4, 2, 3)
+    index = torch.arange(4).view(4, 1)
+    curve = eliminate([Reader(torch.stack([A, B]), torch.stack([W, V]), index.expand(2, 4, 1))], 4)
+    wanted = by_hand([(A, W, index), (B, V, index)], 4)
+    assert curve.order == wanted.order
+    assert curve.costs == pytest.approx(wanted.costs, rel=1e-8)
+
+
+def test_in_the_space_of_rows_it_is_the_same() -> None:
+    torch.manual_seed(0)
+    rows, W, index = torch.randn(20, 30).double(), torch.randn(30, 3).double(), torch.arange(30).view(10, 3)
+    A = rows.T @ rows / 20 + 0.1 * rows.square().mean() * torch.eye(30).double()
+    inside, outside = ReaderInRows(from_rows(rows, 0.1), W, index), Reader(A[None], W[None], index[None])
+    for gone in ([3], [0, 9], [5, 6]):
+        left = [unit for unit in range(10) if unit not in gone]
+        inside.remove(torch.tensor(gone))
+        outside.remove(torch.tensor(gone))
+        ours, wanted = inside.scores(), outside.scores()
+        index_left = inside._left
+        torch.testing.assert_close(ours[index_left], wanted[index_left])
+        assert set(gone).isdisjoint(index_left.tolist())
+        assert set(index_left.tolist()) <= set(left)
+
+
+def test_fixed_scores_go_from_the_least() -> None:
+    curve = eliminate([FixedScores(torch.tensor([3.0, 1.0, 2.0]))], 3)
+    assert curve == Curve([1, 2, 0], [0.0, 1.0, 3.0])
+
+
+def test_widths_are_the_best_of_all_that_meet_the_goal() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    groups = [group for group in find_groups(model, torch.randn(2, 3)) if not group.is_input]
+    tensors = {name: float(parameter.numel()) for name, parameter in model.named_parameters()}
+    costs = Costs(tensors, groups)
+    curves = {
+        "0": Curve(list(range(6)), [0, 0.1, 0.3, 0.7, 1.5, 3.0]),
+        "2": Curve(list(range(5)), [0, 0.2, 0.5, 1.1, 2.6]),
+    }
+    for goal in (70, 55, 40, 25):
+        gone = choose_widths(curves, groups, costs, goal, least=1, round_to=1)
+        spent = costs.without({"0": gone["0"] / 6, "2": gone["2"] / 5})
+        assert spent <= goal
+        found = curves["0"].costs[gone["0"]] + curves["2"].costs[gone["2"]]
+        best = min(
+            curves["0"].costs[a] + curves["2"].costs[b]
+            for a, b in itertools.product(range(6), range(5))
+            if costs.without({"0": a / 6, "2": b / 5}) <= goal
+        )
+        assert found <= 1.35 * best + 1e-9, goal
+
+
+def test_widths_keep_multiples_and_a_goal_out_of_reach_takes_all_that_may_go() -> None:
+    model = nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+    groups = [group for group in find_groups(model, torch.randn(2, 3)) if not group.is_input]
+    costs = Costs({name: float(p.numel()) for name, p in model.named_parameters()}, groups)
+    curves = {group.name: Curve(list(range(group.size)), [float(i) for i in range(group.size)]) for group in groups}
+    assert choose_widths(curves, groups, costs, 0.0, least=3, round_to=4) == {"0": 8, "2": 4}
+    gone = choose_widths(curves, groups, costs, 100.0, least=1, round_to=4)
+    assert gone["0"] % 4 == 0
+    assert gone["2"] % 4 == 0
+    assert choose_widths(curves, groups, costs, math.inf, least=1, round_to=1) == {"0": 0, "2": 0}

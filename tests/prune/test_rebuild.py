@@ -1,0 +1,200 @@
+"""The sequential refit, against closed forms in float64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlsprune.graph import Group, find_groups, plan_cuts
+from rlsprune.graph.layers import axis_of
+from rlsprune.graph.sites import find_sites
+from rlsprune.model.product import product_of
+from rlsprune.prune.leastsquares import LeastSquares, clipped_fit
+from rlsprune.prune.norms import make_consistent
+from rlsprune.prune.rebuild import Calibration, rebuild
+from rlsprune.prune.surgery import apply_cuts
+from zoo import ZOO, evaluate
+
+# Each group of these is read by layers that can be refitted; the U-Net's transposed convolution cannot.
+REFITTED = (
+    *("vgg", "vgg-bn", "resnet-basic", "resnet-bottleneck", "resnext", "densenet", "inception", "mobilenet"),
+    *("squeeze-excite", "group-norm", "prelu", "conv1d", "conv3d", "vit", "gated", "fnn"),
+)
+
+
+def make_twin(group: Group, unit: int, of: int) -> None:
+    """Makes one unit an exact copy of another wherever it is produced or carried."""
+    for member in group.producers + group.carriers:
+        here, there = member.index[unit], member.index[of]
+        if member.dim is not None:
+            lone = member.module._parameters[member.name.rpartition(".")[2]]
+            places = [(lone, member.dim)]
+        else:
+            tensors = {**member.module._buffers, **member.module._parameters}
+            slabs = axis_of(member.module, member.side).slabs
+            places = [(tensors.get(slab.tensor), slab.dim) for slab in slabs]
+        for tensor, dim in places:
+            if tensor is not None and tensor.dim():
+                size = tensor.shape[dim]
+                tensor.data.index_copy_(dim, here % size, tensor.data.index_select(dim, there % size))
+
+
+@pytest.mark.parametrize("name", REFITTED)
+def test_a_network_with_redundant_channels_is_reproduced_without_them(name: str) -> None:
+    specimen = ZOO[name]
+    model = specimen.model().double().eval()
+    example = specimen.inputs().double()
+    graph = find_groups(model, example)
+    groups = [group for group in graph if not group.is_input and group.size > 2]
+    assert groups
+    for group in groups:
+        make_twin(group, 0, of=group.size - 1)
+    whole = copy.deepcopy(model)
+    sites = find_sites(whole, example)
+    cuts = plan_cuts([(group, [0]) for group in groups])
+    apply_cuts(model, cuts)
+    kept = {name: stay.nonzero().flatten() for (name, side), stay in cuts.stay.items() if side != "in"}
+    inputs = [specimen.inputs(seed, batch=256).double() for seed in range(10, 16)]
+    fresh = specimen.inputs(99, batch=16).double()
+    wanted = evaluate(whole, fresh)
+    assert not torch.allclose(evaluate(model, fresh), wanted, rtol=1e-3, atol=1e-3)
+    refitted = rebuild(whole, model, sites, kept, Calibration(inputs, [256] * 6), damping=1e-13)
+    torch.testing.assert_close(evaluate(model, fresh), wanted, rtol=1e-5, atol=1e-6)
+    assert refitted
+    left = make_consistent(model, inputs)
+    assert not left
+    torch.testing.assert_close(evaluate(model, fresh), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_refitted_where_nothing_has_drifted() -> None:
+    specimen = ZOO["resnet-basic"]
+    model = specimen.model().eval()
+    whole = copy.deepcopy(model)
+    inputs = specimen.inputs(3, batch=32)
+    assert rebuild(whole, model, find_sites(whole, inputs), {}, Calibration([inputs], [32])) == []
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_an_error_before_a_residual_sum_is_made_up_for_behind_it() -> None:
+    # The shortcut is wrong by a linear map of the branch's own input, so the branch can take all of it back.
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(6, 5)
+            self.branch = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x) + self.branch(x)
+
+    whole = Net().double()
+    broken = copy.deepcopy(whole)
+    fixed = broken.project.weight.detach().clone()
+    inputs = torch.randn(64, 6, dtype=torch.float64)
+    sites = find_sites(whole, inputs)
+    assert [site.sums for site in sites.values()] == [False, True]
+    branch_only = {key: site for key, site in sites.items() if site.layer == "branch"}
+    broken.project.weight.data.add_(torch.randn(5, 6))
+    fixed = broken.project.weight.detach().clone()
+    rebuild(whole, broken, branch_only, {}, Calibration([inputs[:40], inputs[40:]], [40, 24]), damping=1e-13)
+    torch.testing.assert_close(broken(inputs), whole(inputs))
+    assert torch.equal(broken.project.weight, fixed)
+
+
+@pytest.mark.parametrize(("rows", "width", "groups"), [(50, 8, 1), (50, 8, 3), (6, 20, 1), (6, 20, 2)])
+def test_least_squares_is_the_damped_closed_form(rows: int, width: int, groups: int) -> None:
+    torch.manual_seed(0)
+    X, start = torch.randn(groups, rows, width).double(), torch.randn(groups, width, 4).double()
+    Y = torch.randn(groups, rows, 4).double()
+    delta = 0.1 * X.square().mean((1, 2))
+    # ‖XW − Y‖²/m + δ‖W − W₀‖² as one system of equations.
+    root = (delta * rows).sqrt()[:, None, None]
+    system = torch.cat([X, root * torch.eye(width).double().expand(groups, -1, -1)], dim=1)
+    wanted = torch.linalg.lstsq(system, torch.cat([Y, root * start], dim=1)).solution
+    torch.testing.assert_close(LeastSquares(X, start, 0.1)(Y), wanted)
+
+
+def test_a_clipped_fit_reaches_the_optimum_of_the_convex_problem() -> None:
+    torch.manual_seed(0)
+    X, start = torch.randn(1, 200, 5).double(), torch.zeros(1, 5, 3).double()
+    Y = torch.randn(1, 200, 3).double()
+    low, high = torch.full((1, 1, 3), -0.3).double(), torch.full((1, 1, 3), 0.8).double()
+    problem = LeastSquares(X, start, 1e-13)
+
+    def error(W: Tensor) -> Tensor:
+        outputs = X @ W
+        free = ((low >= Y) & (outputs <= low)) | ((high <= Y) & (outputs >= high))
+        nearest = torch.where(low >= Y, low, torch.where(high <= Y, high, Y))
+        return ((outputs - nearest) * ~free).square().sum()
+
+    errors = [float(error(clipped_fit(problem, Y, low, high, rounds))) for rounds in (0, 1, 2, 5, 300)]
+    # At first the targets themselves count, beyond the ends of the interval.
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(errors))
+    W = clipped_fit(problem, Y, low, high, 300).requires_grad_()
+    (slope,) = torch.autograd.grad(error(W), W)
+    assert errors[-1] < errors[0]
+    assert float(slope.abs().max()) < 0.15 * errors[-1]
+
+
+@pytest.mark.parametrize("name", ["vgg-bn", "resnet-basic", "densenet", "conv1d"])
+def test_training_mode_computes_what_evaluation_mode_does(name: str) -> None:
+    model = ZOO[name].model().double()
+    inputs = ZOO[name].inputs(7, batch=32).double()
+    before = evaluate(model, inputs)
+    running = [
+        (m.running_mean.clone(), m.momentum) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    ]
+    assert running
+    assert make_consistent(model, [inputs[:20], inputs[20:]]) == []
+    torch.testing.assert_close(evaluate(model, inputs), before)
+    model.train()
+    torch.testing.assert_close(model(inputs), before)
+
+
+def test_batch_norms_that_cannot_be_changed_are_named() -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)
+    )
+    assert make_consistent(model, [torch.randn(8, 3)]) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(6, 4),
+        nn.Conv2d(6, 4, 3, padding=1, stride=2),
+        nn.Conv2d(6, 4, (3, 2), padding="same", dilation=2),
+        nn.Conv2d(6, 4, 3, padding=2, padding_mode="reflect"),
+        nn.Conv2d(6, 6, 3, groups=3, bias=False),
+        nn.Conv1d(6, 4, 3, padding="valid"),
+        nn.Conv3d(6, 4, 2, padding=(0, 1, 1)),
+    ],
+)
+def test_a_call_is_its_rows_times_the_weight_matrix(layer: nn.Module) -> None:
+    shapes = {nn.Linear: (5, 7, 6), nn.Conv1d: (5, 6, 9), nn.Conv2d: (5, 6, 8, 9), nn.Conv3d: (2, 6, 4, 5, 5)}
+    calls = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:  # type: ignore[type-arg]
+            product = product_of(func, args, kwargs or {})  # type: ignore[arg-type]
+            if product is not None:
+                calls.append(product)
+            return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    with torch.no_grad(), Watch():
+        output = layer(torch.randn(shapes[type(layer)]))
+    (product,) = calls
+    where = torch.arange(product.places)[::3]
+    groups = product.groups
+    matrix = product.weight.detach().reshape(groups, len(product.weight) // groups, -1).mT
+    outputs = (product.rows(where) @ matrix).movedim(0, 1).flatten(1)
+    if product.bias is not None:
+        outputs = outputs + product.bias.detach()
+    torch.testing.assert_close(outputs, product.at(output, where), rtol=1e-4, atol=1e-5)
