@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
 from rlsprune.model.cost import count, latency, parameter_count
+from rlsprune.prune.closed_form import ClosedForm
+from rlsprune.prune.rebuild import Calibration
 from rlsprune.shrinking import FrontPoint
 from rlsprune.training.batches import GivenBatches
 from rlsprune.training.loop import evaluate
@@ -80,11 +82,8 @@ def test_the_target_is_reached_at_once_from_inputs_alone(trained: nn.Module, wha
 
 
 def test_a_cut_without_the_refit_is_far_worse(trained: nn.Module) -> None:
-    from rlsprune.prune.closed_form import ClosedForm
-    from rlsprune.prune.rebuild import Batches as Pieces
-
     inputs = inputs_of(batches(0))
-    form = ClosedForm(trained, inputs[0][:1], Pieces(inputs, [64] * 16), ignore=["input"])
+    form = ClosedForm(trained, inputs[0][:1], Calibration(inputs, [64] * 16), ignore=["input"])
     plan = form.plan({"params": 0.06})
     form.cut(plan)
     cut = accuracy(trained)
@@ -448,3 +447,15 @@ def test_a_layer_that_is_called_twice_is_refitted_for_both_calls() -> None:
     rlsprune.shrink(model, [x], target={"params": 0.75}, ignore=["second"])
     assert model.mix.in_features <= 15
     torch.testing.assert_close(model(x), given(x), rtol=2e-2, atol=2e-2)
+
+
+def test_every_size_is_cut_from_the_whole_network(trained: nn.Module) -> None:
+    inputs = inputs_of(batches(0))
+    form = ClosedForm(trained, inputs[0][:1], Calibration(inputs, [64] * 16))
+    first = form.plan({"flops": 0.5})
+    form.apply(form.plan({"flops": 0.1}))
+    assert form.plan({"flops": 0.5}) == first
+    form.apply(first)
+    weights = [parameter.clone() for parameter in trained.parameters()]
+    form.apply(first)
+    assert all(torch.equal(one, other) for one, other in zip(weights, trained.parameters(), strict=True))

@@ -34,10 +34,10 @@ from torch_pruning.pruner import importance
 import rlsprune
 from rlsprune.app.data import load
 from rlsprune.model.cost import count
-from rlsprune.prune.closed_form import ClosedForm, Plan
+from rlsprune.prune.closed_form import ClosedForm, CutPlan
 from rlsprune.prune.criteria import l1
 from rlsprune.prune.elimination import Curve
-from rlsprune.prune.rebuild import Batches
+from rlsprune.prune.rebuild import Calibration
 
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 CALIBRATION, BATCH = 2048, 128
@@ -187,14 +187,14 @@ RIVALS = {
 def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
     """Ours, and ours without each of its parts."""
     model = copy.deepcopy(case.model)
-    form = ClosedForm(model, case.example, Batches(case.images, [len(x) for x in case.images]))
+    form = ClosedForm(model, case.example, Calibration(case.images, [len(x) for x in case.images]))
     curves, sites, plan = dict(form.curves), dict(form.sites), form.plan({"flops": flops})
     groups = form.graph.groups
 
     def run(
         change: Mapping[str, Any] | None = None,
         orders: Mapping[str, list[int]] | None = None,
-        widths: Plan = plan,
+        widths: CutPlan = plan,
         only: Callable[[str], bool] = lambda name: True,
         refit: bool = True,
     ) -> nn.Module:
@@ -208,11 +208,11 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
         form.restore()
         return result
 
-    def uniform() -> Plan:
+    def uniform() -> CutPlan:
         low, high = 0.0, 1.0
         for _ in range(10):
             share = (low + high) / 2
-            tried = Plan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
+            tried = CutPlan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
             form.curves = curves
             form.cut(tried)
             if case.share(model) <= flops:

@@ -20,7 +20,7 @@ from rlsprune.model.cost import count
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.closed_form import ClosedForm, Report
-from rlsprune.prune.rebuild import Batches
+from rlsprune.prune.rebuild import Calibration
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.training.batches import GivenBatches, Pair, split
 from rlsprune.training.guard import Guard
@@ -204,7 +204,7 @@ class _Cutter:
         self,
         model: nn.Module,
         example: ExampleInputs,
-        batches: Batches,
+        batches: Calibration,
         ignore: tuple[str, ...],
         min_channels: int,
         round_to: int,
@@ -377,7 +377,7 @@ class _Front:
         within = self._max_drop is None or self._score >= first - self._max_drop
         point = FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within)
         self.points.append(point)
-        if within and (len(self.points) == 1 or self._smaller(point)):
+        if within:  # and so smaller than any before that was
             self.chosen = point
             self._best = Snapshot(self._model, copy=True)
         if self._on_point is not None:
@@ -393,12 +393,6 @@ class _Front:
         """Whether the score is back where it was at the beginning."""
         return self._score >= self.points[0].score
 
-    def _smaller(self, point: FrontPoint) -> bool:
-        return (point.flops, point.params) <= (
-            self.chosen.flops,
-            self.chosen.params,
-        ) or point.params < self.chosen.params
-
     def _scored(self) -> float:
         with self._untimed():
             return float(self._score_of(self._model))
@@ -413,11 +407,11 @@ class _Front:
             self._started += time.perf_counter() - before
 
 
-def _pieces(sample: Iterable[Pair]) -> Batches:
+def _pieces(sample: Iterable[Pair]) -> Calibration:
     """Inputs alone, in pieces that many forwards can hold."""
     calls: list[ExampleInputs] = []
     for inputs, _ in sample:
         entries = sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
         each = max(1, entries // max(batch_size(inputs), 1))
         calls += split(inputs, max(1, min(_PIECE, _PIECE_ENTRIES // each)))
-    return Batches(calls, [batch_size(call) for call in calls])
+    return Calibration(calls, [batch_size(call) for call in calls])

@@ -15,7 +15,7 @@ from rlsprune.graph.sites import find_sites
 from rlsprune.model.product import product_of
 from rlsprune.prune.leastsquares import LeastSquares, clipped_fit
 from rlsprune.prune.norms import make_consistent
-from rlsprune.prune.rebuild import Batches, rebuild
+from rlsprune.prune.rebuild import Calibration, rebuild
 from rlsprune.prune.surgery import apply_cuts
 from zoo import ZOO, evaluate
 
@@ -62,7 +62,7 @@ def test_a_network_with_redundant_channels_is_reproduced_without_them(name: str)
     fresh = specimen.inputs(99, batch=16).double()
     wanted = evaluate(whole, fresh)
     assert not torch.allclose(evaluate(model, fresh), wanted, rtol=1e-3, atol=1e-3)
-    refitted = rebuild(whole, model, sites, kept, Batches(inputs, [256] * 6), damping=1e-13)
+    refitted = rebuild(whole, model, sites, kept, Calibration(inputs, [256] * 6), damping=1e-13)
     torch.testing.assert_close(evaluate(model, fresh), wanted, rtol=1e-5, atol=1e-6)
     assert refitted
     left = make_consistent(model, inputs)
@@ -75,7 +75,7 @@ def test_nothing_is_refitted_where_nothing_has_drifted() -> None:
     model = specimen.model().eval()
     whole = copy.deepcopy(model)
     inputs = specimen.inputs(3, batch=32)
-    assert rebuild(whole, model, find_sites(whole, inputs), {}, Batches([inputs], [32])) == []
+    assert rebuild(whole, model, find_sites(whole, inputs), {}, Calibration([inputs], [32])) == []
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), whole.parameters(), strict=True))
 
 
@@ -101,7 +101,7 @@ def test_an_error_before_a_residual_sum_is_made_up_for_behind_it() -> None:
     branch_only = {key: site for key, site in sites.items() if site.layer == "branch"}
     broken.project.weight.data.add_(torch.randn(5, 6))
     fixed = broken.project.weight.detach().clone()
-    rebuild(whole, broken, branch_only, {}, Batches([inputs[:40], inputs[40:]], [40, 24]), damping=1e-13)
+    rebuild(whole, broken, branch_only, {}, Calibration([inputs[:40], inputs[40:]], [40, 24]), damping=1e-13)
     torch.testing.assert_close(broken(inputs), whole(inputs))
     assert torch.equal(broken.project.weight, fixed)
 

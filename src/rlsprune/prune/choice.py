@@ -15,7 +15,7 @@ from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import weight_norms
 from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
 from rlsprune.prune.leastsquares import MOST_INPUTS
-from rlsprune.prune.rebuild import Batches, affine_of, draw_places
+from rlsprune.prune.rebuild import Calibration, affine_of, draw_places
 from rlsprune.prune.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
@@ -55,7 +55,7 @@ def find_curves(
     whole: nn.Module,
     graph: ChannelGraph,
     sites: Mapping[tuple[str, int], Site],
-    batches: Batches,
+    batches: Calibration,
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
 ) -> Choice:
     """For each group the order in which its units go, and what that costs.

@@ -17,7 +17,7 @@ from rlsprune.model.tensors import exact, memory_format, replace_data
 from rlsprune.prune.leastsquares import LeastSquares, clipped_fit
 from rlsprune.prune.replay import Replay, Stop, closing
 
-__all__ = ["Batches", "affine_of", "draw_places", "rebuild"]
+__all__ = ["Calibration", "affine_of", "draw_places", "rebuild"]
 
 _DAMPING = 1e-3
 _HELD_BACK = 5  # every fifth row tells whether a solution is better
@@ -31,7 +31,7 @@ _LEAST_SCALE = 0.05  # of the median: a sum cannot be made up for through a smal
 _SAME = 1e-6  # of the targets' norm: an output this close has not drifted
 
 
-class Batches(NamedTuple):
+class Calibration(NamedTuple):
     """Inputs to calibrate on, in pieces that a network can take."""
 
     calls: Sequence[ExampleInputs]
@@ -72,7 +72,7 @@ def rebuild(
     cut: nn.Module,
     sites: Mapping[tuple[str, int], Site],
     kept: Mapping[str, Tensor],
-    batches: Batches,
+    batches: Calibration,
     *,
     damping: float = _DAMPING,
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
