@@ -213,6 +213,16 @@ def test_a_data_loader_of_inputs(trained: nn.Module) -> None:
     assert shrunk.chosen.params <= 0.5 * shrunk.front[0].params
 
 
+def test_agreement_is_counted_on_the_same_inputs_whatever_their_order(trained: nn.Module) -> None:
+    given = copy.deepcopy(trained)
+    inputs = torch.cat(inputs_of(batches(1)))
+    shuffled = DataLoader(TensorDataset(inputs), batch_size=100, shuffle=True)
+    shrunk = rlsprune.shrink(trained, inputs_of(batches(0)), target={"params": 0.1}, valid=shuffled)
+    agreement = (trained(inputs).argmax(1) == given(inputs).argmax(1)).float().mean()
+    assert shrunk.chosen.score == pytest.approx(100 * float(agreement))
+    assert shrunk.chosen.score < 99
+
+
 def test_outputs_that_are_no_class_scores_are_compared_by_their_variance() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Linear(48, 16))

@@ -181,7 +181,7 @@ def shrink(
 
     was_training = model.training
     cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
-    front = _Front(model, given.example, measure, max_drop, on_point)
+    front = _Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
     with contextlib.ExitStack() as stack:
         stack.callback(forget_compiled_code)
         stack.callback(model.train, was_training)
@@ -330,12 +330,13 @@ class _Front:
         score: Score,
         max_drop: float | None,
         on_point: Callable[[FrontPoint, nn.Module], object] | None,
+        own_score: float | None,
     ) -> None:
         self._model, self._example = model, example
         self._score_of, self._max_drop, self._on_point = score, max_drop, on_point
         self._started, self.epochs = time.perf_counter(), 0
         self.points: list[FrontPoint] = []
-        self.pruned()
+        self._score = self._score_pruned = self._scored() if own_score is None else own_score
         if self._score != self._score:
             raise ValueError("the score of the given network is not a number: check score, loss and targets")
         self.add()
