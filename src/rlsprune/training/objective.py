@@ -128,7 +128,7 @@ class Objective:
         if batches is not self._known_batches:
             self._known_batches, self._known_classes = batches if isinstance(batches, list) else None, []
         known = list(self._known_classes)
-        values = []
+        values: list[tuple[float, float]] = []
         for number, (inputs, _) in enumerate(batches):
             if number == len(known):
                 known.append(_classes(self._given, inputs))
