@@ -64,10 +64,8 @@ def soak(means: Tensor, steps: int, forgetting: float, rank: int | None, scale: 
             error = ((P - exact).norm() / exact.norm()).item()
             healthy = bool(eigenvalues.min() > 0) and asymmetry == 0
             always &= healthy
-            print(
-                f"{step:9,}  {eigenvalues.min():.2e}  {eigenvalues.max():.3e}  {asymmetry:9.1g}  {error:16.1e}  {healthy}",
-                flush=True,
-            )
+            extremes = f"{eigenvalues.min():.2e}  {eigenvalues.max():.3e}"
+            print(f"{step:9,}  {extremes}  {asymmetry:9.1g}  {error:16.1e}  {healthy}", flush=True)
     return always
 
 

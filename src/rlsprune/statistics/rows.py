@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rlsprune.model.tensors import exact
 from rlsprune.optim.layers import Layer
 
 # So many patches are cut from an image, so that not all images of a batch have to be padded.
@@ -111,12 +110,15 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
 
 
 def weight_matrix(layer: Layer) -> Tensor:
-    """The layer's weight as the paper has it, ``(groups, n, out per group)`` in float64, with the bias as last row."""
-    groups = getattr(layer, "groups", 1)
-    matrix = exact(layer.weight.detach()).reshape(groups, len(layer.weight) // groups, -1).mT
-    if layer.bias is None:
-        return matrix
-    return torch.cat([matrix, exact(layer.bias.detach()).view(groups, 1, -1)], dim=1)
+    """The layer's weight as the paper has it, ``(groups, n, out per group)``, with the bias as last row; never half.
+
+    A transposed view of memory that is laid out as the weight is.
+    """
+    groups, dtype = getattr(layer, "groups", 1), torch.promote_types(layer.weight.dtype, torch.float32)
+    matrix = layer.weight.detach().to(dtype).reshape(groups, len(layer.weight) // groups, -1)
+    if layer.bias is not None:
+        matrix = torch.cat([matrix, layer.bias.detach().to(dtype).view(groups, -1, 1)], dim=2)
+    return matrix.mT
 
 
 def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:

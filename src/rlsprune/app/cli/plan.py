@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from rlsprune.app.costs.estimate import Plan
+    from rlsprune.app.costs.estimate import CostPlan
 
 __all__ = ["EXAMPLES", "plan"]
 
@@ -22,7 +22,7 @@ EXAMPLES = """Examples: `rlsprune plan vgg16 --world-size 8 --batch 256` ·
 `rlsprune plan my_module:build_model --rank 8 --memory 16` ·
 `rlsprune plan resnet50 --world-size 64 --gflops 15000 --gbytes 1200`"""
 
-_BUILT_IN = ("vgg16", "resnet50")
+_BUILT_IN = ("vgg16", "resnet50", "vit_large")
 
 
 def plan(
@@ -85,7 +85,7 @@ def _build(name: str) -> nn.Module:
         return find_builder(name, str(Path.cwd()))()
 
 
-def _table(name: str, made: Plan) -> Table:
+def _table(name: str, made: CostPlan) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{name}: {made.world_size} processes, batches of {made.batch}")
@@ -103,7 +103,7 @@ def _table(name: str, made: Plan) -> Table:
     return table
 
 
-def _summary(made: Plan) -> list[str]:
+def _summary(made: CostPlan) -> list[str]:
     sent = made.sent_bytes()
     lines = [
         f"A rank computes {made.machine.gflops:,.0f} GFLOPS and moves {made.machine.gbytes:,.1f} GB/s.",
@@ -118,7 +118,7 @@ def _summary(made: Plan) -> list[str]:
     return lines
 
 
-def _verdict(made: Plan, memory: float) -> str:
+def _verdict(made: CostPlan, memory: float) -> str:
     need = f"Weights, gradients and state take {_bytes(made.training_bytes)} of {_bytes(memory)} (without activations)"
     return f"{need}: it fits." if made.training_bytes <= memory else f"{need}: it does not fit."
 

@@ -15,7 +15,7 @@ from rlsprune.model.tensors import wait_for
 from rlsprune.optim.forms import capacity, entry_bytes, in_factors
 from rlsprune.optim.layers import divide
 
-__all__ = ["LayerPlan", "Machine", "Plan", "make_plan", "measure"]
+__all__ = ["CostPlan", "LayerPlan", "Machine", "make_plan", "measure"]
 
 _ITEM = 4  # bytes of a float32
 
@@ -49,7 +49,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CostPlan:
     """What a network costs on a number of ranks, each of which keeps all of it."""
 
     layers: tuple[LayerPlan, ...]
@@ -90,7 +90,7 @@ class Plan:
         return asdict(self) | derived
 
 
-def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, rank: int | None = 16) -> Plan:
+def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, rank: int | None = 16) -> CostPlan:
     """What RLS costs on a network, from its shapes: it may lie on the meta device.
 
     Args:
@@ -119,7 +119,7 @@ def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, r
             )
         )
         means += groups * inputs + 2
-    return Plan(
+    return CostPlan(
         layers=tuple(plans),
         world_size=world_size,
         batch=batch,
