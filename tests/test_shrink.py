@@ -291,6 +291,16 @@ def test_with_recovery_the_last_network_within_the_drop_comes_back(trained: nn.M
     assert accuracy(trained) == shrunk.chosen.score >= before - 2.0
 
 
+def test_rounds_end_where_nothing_is_left_to_prune(trained: nn.Module) -> None:
+    scores = itertools.count(1.0)
+    options: dict[str, Any] = {"ratio": 0.9, "recovery_epochs": 1, "max_drop": 0.0}
+    shrunk = rlsprune.shrink(trained, batches(0, 2), score=lambda network: next(scores), **options)
+    assert (trained[0].out_features, trained[2].out_features) == (1, 1)
+    assert shrunk.chosen is shrunk.front[-1]
+    with pytest.raises(ValueError, match="nothing to prune"):
+        rlsprune.shrink(nn.Linear(1, 3), torch.rand(4, 8, 1), target={"params": 0.5})
+
+
 @pytest.mark.parametrize("labels", [True, False])
 def test_recovery_learns_from_labels_and_from_the_given_network(trained: nn.Module, labels: bool) -> None:
     given: list[Any] = list(batches(0)) if labels else inputs_of(batches(0))

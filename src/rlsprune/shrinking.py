@@ -19,7 +19,7 @@ from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
 from rlsprune.model.cost import count
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.closed_form import ClosedForm, Report
+from rlsprune.prune.closed_form import ClosedForm, NothingToPruneError, Report
 from rlsprune.prune.rebuild import Calibration
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.training.batches import GivenBatches, Pair, split
@@ -260,7 +260,12 @@ def _in_rounds(
     kept = dict.fromkeys(target or {"flops": 0.0}, 1.0)  # of the given network, by what was aimed at so far
     while front.points[-1].within:
         name = f"round {len(front.points)}"
-        form = cutter.look(f"{name}, ")
+        try:
+            form = cutter.look(f"{name}, ")
+        except NothingToPruneError:
+            if len(front.points) == 1:
+                raise
+            break
         step = {what: max(1 - ratio, (target or {}).get(what, 0.0) / share) for what, share in kept.items()}
         plan = form.plan(step)
         if not any(plan.gone.values()):

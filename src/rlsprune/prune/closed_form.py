@@ -27,13 +27,17 @@ from rlsprune.prune.widths import choose_widths
 from rlsprune.statistics.inverse import cholesky_positive
 from rlsprune.statistics.rows import input_rows
 
-__all__ = ["ClosedForm", "CutPlan"]
+__all__ = ["ClosedForm", "CutPlan", "NothingToPruneError"]
 
 # Steps towards a target that is measured, or counted only when the network is cut.
 _MEASURED_STEPS, _TURNS = 6, 3
 
 Report = Callable[[str, int, int | None], object]
 """Told what is being done, how much of it is done, and of how much."""
+
+
+class NothingToPruneError(ValueError):
+    """A network of which nothing can go."""
 
 
 class CutPlan(NamedTuple):
@@ -60,7 +64,7 @@ class ClosedForm:
         report: For a progress bar.
 
     Raises:
-        ValueError: Nothing can be cut.
+        NothingToPruneError: Nothing can be cut.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class ClosedForm:
         """The channels that may go."""
         if not self.graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.graph.skipped.items())
-            raise ValueError(f"the model has nothing to prune. {reasons}")
+            raise NothingToPruneError(f"the model has nothing to prune. {reasons}")
         self._whole = bare_copy(model).eval()
         self._budget = Budget(model, example_inputs, {})
         self._start = Snapshot(model, copy=True)
