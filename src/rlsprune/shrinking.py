@@ -31,7 +31,7 @@ __all__ = ["FrontPoint", "Progress", "Score", "Shrunk", "shrink"]
 
 _SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the smallest
 # Inputs that run together: at most so many, and fewer if one has more entries than the second number over them.
-_PIECE, _PIECE_ENTRIES = 128, 2**22
+_PIECE, _PIECE_ENTRIES = 128, 2**21
 
 Score = Callable[[nn.Module], float]
 """How good a network is, higher is better. It is called with the network itself, to be left as it is."""

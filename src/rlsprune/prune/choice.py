@@ -15,7 +15,7 @@ from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import weight_norms
 from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
 from rlsprune.prune.leastsquares import MOST_INPUTS
-from rlsprune.prune.rebuild import Calibration, affine_of, draw_places
+from rlsprune.prune.rebuild import Calibration, affine_of, can_shift, draw_places, gather_rows
 from rlsprune.prune.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
@@ -37,8 +37,7 @@ class _Seen:
 
     def matrix(self) -> Tensor:
         """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
-        rows = torch.cat(self.rows, dim=1)
-        return rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, dim=1)
 
 
 @dataclass
@@ -119,14 +118,12 @@ def _home(member: Member, modules: Mapping[str, nn.Module], names: Mapping[int, 
 def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: int) -> None:
     places = draw_places(stops, seed)
     pairs = list(zip(stops, places, strict=True))
-    seen.rows.append(torch.cat([stop.product.rows(where) for stop, where in pairs], dim=1))
+    seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
     results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
     scale, _ = affine_of(norms, results)
     if not stops[0].site.sums:
         results = results * scale
     seen.scale = scale
-    if stops[0].product.bias is not None or norms:
-        seen.rows[-1] = torch.nn.functional.pad(seen.rows[-1], (0, 1), value=1.0)
     seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
 
 
