@@ -267,7 +267,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for seed in map(int, options.seeds.split(",")):
         case = load_case(options.weights, options.data_dir, seed, options.test_images)
-        whole = case.accuracy(case.model)
+        whole = rows[0]["whole"] if rows else case.accuracy(case.model)
         print(f"seed {seed}: the given network {whole:.2f} %", flush=True)
         for share in shares:
             if options.what == "parts":
