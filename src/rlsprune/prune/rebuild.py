@@ -181,7 +181,7 @@ def _refit(
     if fit is None:
         return False
     weight, intercept = fit
-    _apply(layer, norms, scale, weight, intercept)
+    _apply(layer, norms, scale, product.weight_of(weight), intercept)
     return True
 
 
@@ -223,7 +223,7 @@ def _fit(
     groups, count, _ = rows.shape
     width = product.width
     movable = rows.shape[2] > width
-    weight = exact(product.weight.detach()).reshape(groups, len(product.weight) // groups, -1).mT
+    weight = exact(product.matrix)
 
     def by_group(values: Tensor) -> Tensor:
         return values.to(rows.dtype).reshape(count, groups, -1).movedim(1, 0)
@@ -258,13 +258,10 @@ def _fit(
     return (solution[:, :width], solution[:, width]) if movable else (solution, None)
 
 
-def _apply(
-    layer: nn.Module, norms: Sequence[nn.Module], scale: Tensor, matrix: Tensor, intercept: Tensor | None
-) -> None:
+def _apply(layer: nn.Module, norms: Sequence[nn.Module], scale: Tensor, new: Tensor, intercept: Tensor | None) -> None:
     weight = layer._parameters["weight"]
     assert weight is not None
-    data = matrix.mT.reshape(weight.shape).to(weight)
-    replace_data(weight, data.contiguous(memory_format=memory_format(weight)))
+    replace_data(weight, new.to(weight).contiguous(memory_format=memory_format(weight)))
     if intercept is None:
         return
     bias = layer._parameters.get("bias")
