@@ -34,7 +34,7 @@ from torch_pruning.pruner import importance
 import rlsprune
 from rlsprune.app.data import load
 from rlsprune.model.cost import count
-from rlsprune.prune.closed_form import ClosedForm, Plan
+from rlsprune.prune.closed_form import ClosedForm, CutPlan
 from rlsprune.prune.criteria import l1
 from rlsprune.prune.elimination import Curve
 from rlsprune.prune.rebuild import Calibration
@@ -194,7 +194,7 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
     def run(
         change: Mapping[str, Any] | None = None,
         orders: Mapping[str, list[int]] | None = None,
-        widths: Plan = plan,
+        widths: CutPlan = plan,
         only: Callable[[str], bool] = lambda name: True,
         refit: bool = True,
     ) -> nn.Module:
@@ -208,11 +208,11 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
         form.restore()
         return result
 
-    def uniform() -> Plan:
+    def uniform() -> CutPlan:
         low, high = 0.0, 1.0
         for _ in range(10):
             share = (low + high) / 2
-            tried = Plan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
+            tried = CutPlan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
             form.curves = curves
             form.cut(tried)
             if case.share(model) <= flops:
@@ -267,7 +267,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for seed in map(int, options.seeds.split(",")):
         case = load_case(options.weights, options.data_dir, seed, options.test_images)
-        whole = case.accuracy(case.model)
+        whole = rows[0]["whole"] if rows else case.accuracy(case.model)
         print(f"seed {seed}: the given network {whole:.2f} %", flush=True)
         for share in shares:
             if options.what == "parts":

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsprune.io.atomic import FileError, replacing
+from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["DTYPES", "Entry", "TensorFile", "parse_json", "reading", "write"]
 
@@ -105,7 +106,7 @@ def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[st
         )
     stored = _separate(tensors)
     header = {"format": "pt", key: text, _CHECKSUM: digest(text, stored)}
-    with replacing(path) as temporary:
+    with uninterrupted(), replacing(path) as temporary:
         try:
             save_file(stored, temporary, header)
         except SafetensorError as error:

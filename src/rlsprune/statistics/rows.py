@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from rlsprune.optim.layers import Layer
 
@@ -93,7 +94,7 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
     """Which rows of P belong to given input channels of a layer.
 
     Args:
-        layer: Linear or an ordinary convolution.
+        layer: Linear or a convolution, ordinary or transposed.
         channels: ``(units, k)`` input channels (features of a Linear layer), ascending in each unit, equally many in
             every group of a grouped convolution.
 
@@ -102,7 +103,7 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
     """
     if isinstance(layer, nn.Linear):
         return channels.unsqueeze(0)
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    assert isinstance(layer, _ConvNd)
     taps = math.prod(layer.kernel_size)
     by_group = channels.view(len(channels), layer.groups, -1) % (layer.in_channels // layer.groups)
     rows = by_group.unsqueeze(-1) * taps + torch.arange(taps)
