@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlsprune.io.atomic import FileError, replacing
+from rlsprune.io.atomic import FileError, check_name, replacing
 from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["DTYPES", "Entry", "TensorFile", "opened", "parse_json", "reading", "write"]
@@ -159,7 +159,8 @@ def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
         path: The file.
         remedy: What the user can do.
     """
-    status = _status(path, remedy)
+    check_name(path)
+    status = Path(path).stat()
     if not stat.S_ISREG(status.st_mode):
         raise FileError(path, "is not a regular file", remedy)
     with Path(path).open("rb") as raw:
@@ -185,13 +186,6 @@ def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
         raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
     except ValueError as error:
         raise FileError(path, str(error), remedy) from error
-
-
-def _status(path: str | os.PathLike[str], remedy: str) -> os.stat_result:
-    try:
-        return Path(path).stat()
-    except ValueError as error:
-        raise FileError(path, f"cannot be the name of a file ({error})", remedy) from error
 
 
 def parse_json(text: str) -> Any:
