@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsprune.io.atomic import FileError, replacing
+from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["DTYPES", "Entry", "TensorFile", "parse_json", "reading", "write"]
 
@@ -87,7 +86,7 @@ class TensorFile:
 
 
 def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file whole or not at all; equal content gives equal bytes.
 
     Args:
         path: The file.
@@ -105,14 +104,32 @@ def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[st
         )
     stored = _separate(tensors)
     header = {"format": "pt", key: text, _CHECKSUM: digest(text, stored)}
-    with replacing(path) as temporary:
+    with uninterrupted(), replacing(path) as temporary:
         try:
             save_file(stored, temporary, header)
-        except SafetensorError as error:
-            failed = OSError(f"cannot write {os.fspath(path)}: {error}")
-            code = re.search(r"os error (\d+)", str(error))
-            failed.errno = int(code[1]) if code else None
-            raise failed from error
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # a write names no file
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Writes the safetensors format: the header's length, the header as JSON, the tensors one after the other.
+
+    The package's own writer shuffles the metadata, so that no two files of it are equal.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # The widest types first, as the package has it: then every tensor begins at a multiple of its type's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(_bytes(tensors[name]))
 
 
 @contextlib.contextmanager
@@ -155,8 +172,13 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
     for name, tensor in sorted(tensors.items()):
         sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(_bytes(tensor))
     return sha.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """What a contiguous tensor on the CPU has in memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

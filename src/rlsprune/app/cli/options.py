@@ -13,7 +13,8 @@ import typer
 
 from rlsprune.app.config.base import GATES, OPTIMIZERS
 from rlsprune.app.config.losses import LOSSES
-from rlsprune.app.config.settings import ON_FAULT, OURS
+from rlsprune.app.config.recipes import RECIPES
+from rlsprune.app.config.settings import ON_FAULT, OURS, TARGETS
 from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
 
 
@@ -41,7 +42,7 @@ OptimizerName = Annotated[
     str | None,
     typer.Option(
         "--optimizer",
-        help=f"One of {_choices(OPTIMIZERS)}; for rls, scratch and none. Default: rls.",
+        help=f"One of {_choices(OPTIMIZERS)}. Default: sgd for the rivals, rls for all else.",
         autocompletion=_completing(OPTIMIZERS),
     ),
 ]
@@ -51,6 +52,25 @@ PresetName = Annotated[
         "--preset",
         help=f"How long to train: {_choices(PRESETS)}. paper: 200 epochs; short: for a CPU.",
         autocompletion=_completing(PRESETS),
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help=f"How to train: {_choices(RECIPES)} (images, loss, schedule, average of the weights, epochs). Default: "
+        "ours for rls and scratch, paper for all else.",
+        autocompletion=_completing(RECIPES),
+    ),
+]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", help="The learning rate. Default: what suits experiment and optimizer.")
+]
+CpuSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--cpu-seconds",
+        help="Processor time to train for, instead of --epochs; the rate falls and pruning ends by the time used.",
     ),
 ]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs to train, instead of the preset's.")]
@@ -65,7 +85,18 @@ RivalRatio = Annotated[
 ]
 Target = Annotated[
     float | None,
-    typer.Option("--target", help="The share of the parameters at which rls stops. Default: the experiment's."),
+    typer.Option(
+        "--target",
+        help="The share of the parameters at which rls stops, or that a rival leaves. Default: the experiment's.",
+    ),
+]
+TargetOf = Annotated[
+    str | None,
+    typer.Option(
+        "--target-of",
+        help=f"What --target is a share of: {_choices(TARGETS)}. Default: params.",
+        autocompletion=_completing(TARGETS),
+    ),
 ]
 Tolerance = Annotated[
     float | None,
@@ -109,7 +140,7 @@ Augment = Annotated[
     bool | None,
     typer.Option(
         "--augment/--no-augment",
-        help="Shift images (and mirror CIFAR-10's) at random. Default: rls and scratch do, others do not.",
+        help="Shift images (and mirror CIFAR-10's) at random. Default: the recipe's.",
     ),
 ]
 DataDir = Annotated[
@@ -150,9 +181,14 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 def _training(
     preset: PresetName = "short",
+    recipe: RecipeName = None,
+    optimizer: OptimizerName = None,
+    lr: LearningRate = None,
     epochs: Epochs = None,
+    cpu_seconds: CpuSeconds = None,
     warmup_epochs: Warmup = None,
     target: Target = None,
+    target_of: TargetOf = None,
     tolerance: Tolerance = None,
     allocate: Allocate = None,
     gate: GateName = None,

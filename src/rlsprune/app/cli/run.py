@@ -32,7 +32,6 @@ def run(
     training: dict[str, Any],
     experiment: options.ExperimentName = "digits-fnn",
     method: options.MethodName = "rls",
-    optimizer: options.OptimizerName = None,
     ratio: options.Ratio = None,
     rival_ratio: options.RivalRatio = None,
     prune_epoch: options.PruneEpoch = None,
@@ -60,7 +59,6 @@ def run(
         return
     settings = {"seed": seed, **options.settings(training)}
     own: dict[str, Any] = {
-        "optimizer": optimizer,
         "ratio": ratio,
         "rival_ratio": rival_ratio,
         "prune_epoch": prune_epoch,

@@ -21,6 +21,7 @@ from rlsprune.app.run.earlier import in_todays_words
 from rlsprune.io import modelfile
 from rlsprune.io.atomic import FileError, make_folder, read_text, replacing, storing
 from rlsprune.io.lock import exclusive
+from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["FollowedFolder", "RunFolder"]
 
@@ -150,7 +151,7 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         with storing(self.path / name):
             make_folder(self.path)
-            with replacing(self.path / name) as path:
+            with uninterrupted(), replacing(self.path / name) as path:
                 path.write_text(text, encoding="utf-8")
 
     def _read(self, name: str) -> str:
