@@ -59,7 +59,7 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
     for run in runs:
         folder = RunFolder(run.folder)
         if folder.finished:
-            done(run, folder.read_json("summary"), True)
+            done(run, folder.read_summary(), True)
         else:
             waiting.append(run)
     runner = runner or _Processes()
@@ -74,7 +74,7 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
                 for future in wait(active, return_when=FIRST_COMPLETED).done:
                     run = active.pop(future)
                     future.result()
-                    done(run, RunFolder(run.folder).read_json("summary"), False)
+                    done(run, RunFolder(run.folder).read_summary(), False)
         except BaseException:
             runner.end()
             raise
