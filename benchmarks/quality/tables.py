@@ -1,9 +1,9 @@
 """The tables that compare methods at equal size and cost: tunes, runs and draws them, one command a table.
 
-`python -m benchmarks.quality.tables tune mnist --data-dir DATA` chooses every method's rate on held-out training images,
-with as many trials for each; `run mnist` then makes the runs that are missing, cheapest first; `draw mnist` writes the
-table and the picture from the records. All of it can be interrupted and goes on where it was. Runs go to --runs, what
-is kept of them to --records.
+`python -m benchmarks.quality.tables tune mnist --data-dir DATA` chooses every method's rate on held-out training
+images, with as many trials for each; `run mnist` then makes the runs that are missing, cheapest first; `draw mnist`
+writes the table and the picture from the records. All of it can be interrupted and goes on where it was. Runs go to
+--runs, what is kept of them to --records.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def run_all(
 
     Raises:
         ValueError: A folder holds a run with other settings.
-        RunFailedError: A run failed, and `failed` is None. The others that had been started are ended too; all can be resumed.
+        RunFailedError: A run failed, and `failed` is None. The others that had been started are ended too; all can be
+            resumed.
     """
     for run in runs:
         check_settings(run.folder, run.config)

@@ -11,7 +11,6 @@ from typing import Any
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.tables.plan import Cell, Choice
-from rlsprune.io.atomic import replacing
 
 __all__ = ["Records", "Tuning"]
 
@@ -85,8 +84,7 @@ class Tuning:
         """Adds a trial and writes the file."""
         found = {name: None if summary is None else summary[name] for name in ("accuracy", "loss")}
         self.trials.setdefault(cell.way, []).append({**asdict(choice), **found})
-        with replacing(self.path) as path:
-            path.write_text(json.dumps(self.trials, indent=2) + "\n", encoding="utf-8")
+        RunFolder(self.path.parent).write_json(self.path.stem, self.trials)
 
     def tried(self, cell: Cell, choice: Choice) -> bool:
         """Whether the trial has been made."""
