@@ -19,6 +19,7 @@ COMMANDS = [
     ["run"],
     ["fit"],
     ["report"],
+    ["check"],
     ["compare"],
     ["sweep"],
     ["pareto"],
