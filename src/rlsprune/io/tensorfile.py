@@ -78,7 +78,8 @@ class TensorFile:
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, without a look at the checksum."""
-        tensor: Tensor = self._file.get_tensor(name)
+        with uninterrupted():  # safetensors takes Ctrl-C for damage
+            tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -174,7 +175,8 @@ def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
     if next(itertools.islice(_OBJECT.finditer(header), MAX_TENSORS, None), None) is not None:
         raise FileError(path, f"has a header that lists more than {MAX_TENSORS:,} tensors", remedy)
     try:
-        mapped = safe_open(path, framework="pt", device="cpu")
+        with uninterrupted():
+            mapped = safe_open(path, framework="pt", device="cpu")
     except (RuntimeError, MemoryError) as error:
         raise FileError(path, f"cannot be mapped into memory ({str(error).partition('<')[0]})", remedy) from error
     except SafetensorError as error:
