@@ -242,7 +242,18 @@ def _at_once(front: _Front, cutter: _Cutter, target: Mapping[str, float] | None,
         return front.points[-1].within
 
     lowest = dict(target) if target else {"flops": 0.0}
-    if attempt(lowest) or max_drop is None:
+    reached = attempt(lowest)
+    first, last = front.points[0], front.points[-1]
+    missed = {
+        what: getattr(last, what) / max(getattr(first, what), 1) for what in lowest if what != "latency" and target
+    }
+    if missed and all(share > lowest[what] for what, share in missed.items()):
+        warnings.warn(
+            f"target={dict(lowest)} is out of reach: with all that may go, {missed} is left. Look at ignore, "
+            "min_channels and round_to, and at what rlsprune.Pruner(…).skipped says of this network",
+            stacklevel=3,
+        )
+    if reached or max_drop is None:
         return
     low, high = 0.0, 1.0  # how far from the lowest towards the whole network
     for _ in range(_SEARCH_STEPS):
