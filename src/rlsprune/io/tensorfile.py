@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch import Tensor
 from rlsprune.io.atomic import FileError, replacing
 from rlsprune.model.interrupts import uninterrupted
 
-__all__ = ["DTYPES", "Entry", "TensorFile", "parse_json", "reading", "write"]
+__all__ = ["DTYPES", "Entry", "TensorFile", "opened", "parse_json", "reading", "write"]
 
 DTYPES = {
     torch.float64: "F64",
@@ -39,6 +41,8 @@ DTYPES = {
 """The types that a file may hold, by their names in it."""
 
 MAX_HEADER = 64 * 2**20  # bytes; parsed, it takes a multiple of that
+MAX_TENSORS = 100_000  # each takes the reader tens of microseconds and a kilobyte
+_OBJECT = re.compile(rb'\{\s*"')
 _CHECKSUM = "sha256"
 
 
@@ -141,7 +145,21 @@ def reading(path: str | os.PathLike[str], key: str, remedy: str) -> Iterator[Ten
         key: As it was written.
         remedy: What the user can do.
     """
-    status = Path(path).stat()
+    with opened(path, remedy) as file:
+        yield TensorFile(file, key)
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
+    """Opens any safetensors file whose header is of a sensible size, with ``safetensors.safe_open``.
+
+    What is found wrong with it inside the block becomes a `FileError`.
+
+    Args:
+        path: The file.
+        remedy: What the user can do.
+    """
+    status = _status(path, remedy)
     if not stat.S_ISREG(status.st_mode):
         raise FileError(path, "is not a regular file", remedy)
     with Path(path).open("rb") as raw:
@@ -150,13 +168,30 @@ def reading(path: str | os.PathLike[str], key: str, remedy: str) -> Iterator[Ten
         raise FileError(path, f"is not a whole safetensors file ({status.st_size:,} bytes)", remedy)
     if length > MAX_HEADER:
         raise FileError(path, f"has a header of {length:,} bytes, {MAX_HEADER:,} are allowed", remedy)
+    with Path(path).open("rb") as raw:
+        header = raw.read(8 + length)
+    if next(itertools.islice(_OBJECT.finditer(header), MAX_TENSORS, None), None) is not None:
+        raise FileError(path, f"has a header that lists more than {MAX_TENSORS:,} tensors", remedy)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield TensorFile(file, key)
+        mapped = safe_open(path, framework="pt", device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise FileError(path, f"cannot be mapped into memory ({str(error).partition('<')[0]})", remedy) from error
+    except SafetensorError as error:
+        raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
+    try:
+        with mapped as file:
+            yield file
     except SafetensorError as error:
         raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
     except ValueError as error:
         raise FileError(path, str(error), remedy) from error
+
+
+def _status(path: str | os.PathLike[str], remedy: str) -> os.stat_result:
+    try:
+        return Path(path).stat()
+    except ValueError as error:
+        raise FileError(path, f"cannot be the name of a file ({error})", remedy) from error
 
 
 def parse_json(text: str) -> Any:
