@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from rlsprune.app.run.observer import Observer, Observers
+from rlsprune.model.arguments import printable
 
 if TYPE_CHECKING:
     from rlsprune.app.run.method import Retained
@@ -55,7 +56,7 @@ def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str
 
 def describe(summary: Mapping[str, Any]) -> str:
     """A finished run in one line."""
-    return (
+    return printable(
         f"{summary['method']} on {summary['experiment']}, seed {summary['seed']}: accuracy "
         f"{summary['accuracy']:.2f} %, {summary['weights_percent']:.1f} % of the weights, "
         f"{summary['flops_percent']:.1f} % of the FLOPs, {summary['seconds']:.0f} s"
@@ -73,9 +74,8 @@ class LineObserver(Observer):
         """Says what is run."""
         self._epochs = epochs
         resumed = f", resumed after epoch {done}" if done else ""
-        self.console.print(
-            f"{config['method']} on {config['experiment']}, seed {config['seed']}, {epochs} epochs{resumed}"
-        )
+        what = f"{config['method']} on {config['experiment']}, seed {config['seed']}, {epochs} epochs{resumed}"
+        self.console.print(printable(what))
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
         """The epoch's figures."""
