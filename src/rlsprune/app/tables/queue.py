@@ -9,7 +9,7 @@ from typing import Any
 
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.config.recipes import rate_of
-from rlsprune.app.experiments.jobs import RunFailedError, run_all
+from rlsprune.app.experiments.jobs import RunFailedError, Runner, run_all
 from rlsprune.app.experiments.queue import PlannedRun
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.tables.plan import ONE_SHOT, TABLES, Cell, Choice, Table
@@ -17,11 +17,11 @@ from rlsprune.app.tables.records import Records, Tuning
 
 __all__ = ["RATES", "TableQueue"]
 
-RATES = (0.25, 0.5, 1.0, 2.0)
+RATES = (0.5, 1.0, 2.0)
 """Multiples of the default rate that are tried for every method."""
-_OTHER_RATES = (0.125, 4.0)
-_PRUNE_AT = (0.25, 0.5)
-"""With the best rate, for one-shot methods: so that all have as many trials, the others try two rates more."""
+_OTHER_RATES = (0.25,)
+_PRUNE_AT = (0.4,)
+"""With the best rate, for one-shot methods: so that all have as many trials, the others try a rate more."""
 
 Say = Callable[[str], object]
 
@@ -37,6 +37,7 @@ class TableQueue:
         machine: The fields of configs that depend on the machine: `data_dir`, `verify`, `threads`, `device`.
         say: Told what has been done.
         limit: Cells to run at most; None for all.
+        runner: Where runs are executed; None for processes on this machine.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TableQueue:
     machine: dict[str, Any]
     say: Say = print
     limit: int | None = None
+    runner: Runner | None = None
 
     @property
     def table(self) -> Table:
@@ -143,11 +145,13 @@ class TableQueue:
         cells = {run.folder: cell for cell, run in runs.items()}
 
         def failed(run: PlannedRun, error: RunFailedError) -> None:
-            note(cells[run.folder], None, str(error).rpartition("failed with ")[2])
+            said = str(error).partition("failed with ")[2].replace(str(run.folder), run.label)
+            note(cells[run.folder], None, said)
 
         run_all(
             list(runs.values()),
             jobs,
             lambda run, summary, before: note(cells[run.folder], summary, ""),
-            failed=failed,
+            self.runner,
+            failed,
         )
