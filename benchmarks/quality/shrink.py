@@ -127,13 +127,14 @@ def load_case(weights: Path, data_dir: Path | None, seed: int, test_images: int 
     chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))[:CALIBRATION]
 
     def normed(images: Tensor) -> Tensor:
-        return (images.float() / 255 - MEAN.view(3, 1, 1)) / DEVIATION.view(3, 1, 1)
+        scaled = (images.float() / 255 - MEAN.view(3, 1, 1)) / DEVIATION.view(3, 1, 1)
+        return scaled.contiguous(memory_format=torch.channels_last)
 
     train, test = data.train.select(chosen), data.test
     if test_images is not None:  # for a quick look; numbers in the documentation are of all images
         test = test.select(torch.arange(test_images))
     return Case(
-        model.eval(),
+        model.eval().to(memory_format=torch.channels_last),
         [normed(part) for part in train.images.split(BATCH)],
         list(train.labels.split(BATCH)),
         [(normed(x), y) for x, y in zip(test.images.split(500), test.labels.split(500), strict=True)],

@@ -20,7 +20,17 @@ from rlsprune.prune.surgery import apply_cuts
 from zoo import ZOO, evaluate
 
 REFITTED = (
-    *("vgg", "vgg-bn", "resnet-basic", "resnet-bottleneck", "resnext", "densenet", "inception", "mobilenet"),
+    *(
+        "vgg",
+        "vgg-bn",
+        "resnet-basic",
+        "resnet-bottleneck",
+        "resnet-padded",
+        "resnext",
+        "densenet",
+        "inception",
+        "mobilenet",
+    ),
     *("squeeze-excite", "unet", "group-norm", "prelu", "conv1d", "conv3d", "vit", "gated", "fnn"),
 )
 

@@ -257,7 +257,7 @@ class RLS(Optimizer):
                 warnings.warn(
                     f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
                     f"takes momentum SGD steps at fallback_lr={self._fallback_lr}: call the module for RLS to train it",
-                    stacklevel=6,
+                    stacklevel=5,
                 )
             return None
         mean = recorder.mean.to(weight.device)

@@ -65,7 +65,7 @@ def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
 def _column(paths: Iterable[Path]) -> dict[str, Any]:
     folders = [RunFolder(path) for path in paths]
-    summaries = [folder.read_json("summary") for folder in folders]
+    summaries = [folder.read_summary() for folder in folders]
     events = [event for folder in folders for event in folder.read_lines("events") if event["kind"] == "prune"]
     lost = [event["accuracy_before"] - event["accuracy_after"] for event in events]
     waits = [event["epochs_to_recover"] for event in events if event["epochs_to_recover"] is not None]

@@ -70,7 +70,7 @@ def run_all(
     for run in runs:
         folder = RunFolder(run.folder)
         if folder.finished:
-            done(run, folder.read_json("summary"), True)
+            done(run, folder.read_summary(), True)
         else:
             waiting.append(run)
     runner = runner or _Processes()
@@ -93,7 +93,7 @@ def run_all(
                             raise
                         failed(run, error)
                         continue
-                    done(run, RunFolder(run.folder).read_json("summary"), False)
+                    done(run, RunFolder(run.folder).read_summary(), False)
         except BaseException:
             runner.end()
             raise

@@ -51,7 +51,7 @@ def fit(config: FitConfig, folder: RunFolder, observer: Observer | None = None) 
     """
     loaded = load_own_data(config)
     recipe = make_own_recipe(config, loaded)
-    summary = folder.read_json("summary") if folder.finished else train_and_prune(recipe, folder, observer)
+    summary = folder.read_summary() if folder.finished else train_and_prune(recipe, folder, observer)
     onnx = folder.path / "model.onnx"
     if leads() and not onnx.exists() and not missing_onnx_packages():
         model = modelfile.load(folder.model, into=recipe.build_model())

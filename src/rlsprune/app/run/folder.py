@@ -29,6 +29,12 @@ _HALF_WRITTEN = re.compile(
     r"\.(config|environment|metrics|events|faults|summary|model)\.[0-9a-f]{12}\.(jsonl?|safetensors)"
 )
 
+_IN_SUMMARY: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("experiment", "method"), (str,)),
+    **dict.fromkeys(("accuracy", "loss", "nodes_percent", "weights_percent", "flops_percent", "seconds"), (float, int)),
+    "seed": (int,),
+}
+
 
 class RunFolder:
     """A run's files.
@@ -67,6 +73,21 @@ class RunFolder:
             FileError: It is missing or damaged.
         """
         return self._parse(f"{name}.json", self._read(f"{name}.json"))
+
+    def read_summary(self) -> dict[str, Any]:
+        """Reads summary.json, and sees that it says what every reader of it needs.
+
+        Raises:
+            FileError: It is missing or damaged.
+        """
+        summary = self.read_json("summary")
+        for name, kinds in _IN_SUMMARY.items():
+            if type(summary.get(name)) not in kinds:
+                problem = f"its {name} is {str(summary.get(name))[:40]!a}"
+                raise FileError(
+                    self.path / "summary.json", problem, "remove it and resume the run, which writes it anew"
+                )
+        return summary
 
     def write_lines(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Writes `name`.jsonl, all of it: no line is ever doubled or cut."""
