@@ -14,7 +14,7 @@ from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.tables import draw as drawing
 from rlsprune.app.tables import plan, queue
 from rlsprune.app.tables.draw import draw, table_page
-from rlsprune.app.tables.plan import TABLES, Cell, Choice, Table
+from rlsprune.app.tables.plan import TABLES, Cell, Table, Tuned
 from rlsprune.app.tables.queue import TableQueue
 from rlsprune.app.tables.records import Records, Tuning
 from rlsprune.training.guard import FaultError
@@ -62,7 +62,7 @@ def test_every_cell_is_a_run_of_its_own_at_the_size_of_its_column(name: str) -> 
     cells = table.cells()
     assert len({cell.label for cell in cells}) == len(cells)
     for cell in cells:
-        config = table.config(cell, Choice(0.5, 0.5), **({} if table.timed is None else {"cpu_seconds": 9.0}))
+        config = table.config(cell, Tuned(0.5, 0.5), **({} if table.timed is None else {"cpu_seconds": 9.0}))
         assert (config.recipe, config.optimizer, config.seed, config.rate) == (
             *(cell.recipe, cell.optimizer, cell.seed),
             0.5,
@@ -96,13 +96,13 @@ def test_a_trial_that_failed_is_not_chosen_and_ties_go_to_the_lower_loss(tmp_pat
     tuning = Tuning(tmp_path / "tuning.json")
     with pytest.raises(ValueError, match="no trial of l1-norm-ours-sgd"):
         tuning.best(cell)
-    tuning.add(cell, Choice(4.0), None)
+    tuning.add(cell, Tuned(4.0), None)
     for rate, accuracy, loss in ((1.0, 90.0, 0.3), (2.0, 90.0, 0.2), (0.5, 80.0, 0.1)):
-        tuning.add(cell, Choice(rate), {"accuracy": accuracy, "loss": loss})
+        tuning.add(cell, Tuned(rate), {"accuracy": accuracy, "loss": loss})
     again = Tuning(tmp_path / "tuning.json")
-    assert again.best(cell) == Choice(2.0)
-    assert again.tried(cell, Choice(4.0))
-    assert not again.tried(cell, Choice(4.0, 0.5))
+    assert again.best(cell) == Tuned(2.0)
+    assert again.tried(cell, Tuned(4.0))
+    assert not again.tried(cell, Tuned(4.0, 0.5))
 
 
 def test_table_is_tuned_run_and_drawn_and_what_is_finished_is_kept(

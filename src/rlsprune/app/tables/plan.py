@@ -11,7 +11,7 @@ from rlsprune.app.config.experiment import RunConfig, make_config
 from rlsprune.app.config.recipes import optimizer_of, recipe_of
 from rlsprune.app.experiments.registry import BASELINES, ZEROING
 
-__all__ = ["ONE_SHOT", "TABLES", "Cell", "Choice", "Table"]
+__all__ = ["ONE_SHOT", "TABLES", "Cell", "Table", "Tuned"]
 
 ONE_SHOT = tuple(method for method in BASELINES if method != "soft-pruning")
 """The methods that prune once, in an epoch that is tuned like the rate."""
@@ -21,7 +21,7 @@ _STRUCTURED = tuple(method for method in _ALL if method not in ZEROING)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Tuned:
     """What tuning chose for a method, a recipe and an optimizer."""
 
     lr: float | None = None
@@ -96,7 +96,7 @@ class Table:
             for cell in ways.values()
         ]
 
-    def config(self, cell: Cell, choice: Choice, **settings: Any) -> RunConfig:
+    def config(self, cell: Cell, choice: Tuned, **settings: Any) -> RunConfig:
         """The run of a cell.
 
         Args:
