@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.data.catalog import ENTRIES
 
 __all__ = ["app"]
 
@@ -37,7 +38,12 @@ def show(data_dir: options.DataDir = None) -> None:
 
 @app.command("get", epilog="Example: `rlsprune data get mnist`")
 def get(
-    name: Annotated[str, typer.Argument(help="A data set, as `rlsprune data list` names it.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A data set, as `rlsprune data list` names it.", autocompletion=options.completing(tuple(ENTRIES))
+        ),
+    ],
     data_dir: options.DataDir = None,
     quiet: options.Quiet = False,
 ) -> None:

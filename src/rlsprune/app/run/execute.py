@@ -22,11 +22,11 @@ from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.method import Retained
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.recipe import Recipe
-from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, tail, total_percent
+from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, speedup_row, tail, total_percent
 from rlsprune.app.run.share import Share
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io.atomic import FileError
-from rlsprune.model.cost import count, latency
+from rlsprune.model.cost import count, latencies
 from rlsprune.model.selector import kept_inputs
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
@@ -35,6 +35,7 @@ from rlsprune.training.loop import EpochLoss, Evaluation, evaluation_sums, train
 
 __all__ = ["Run", "train_and_prune"]
 
+_LATENCY_BATCHES = (1, 64)  # of inputs
 _WEIGHED = 512  # held-out images that tell what cutting a layer costs
 
 
@@ -77,7 +78,9 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
     finally:
         observer.close()
     summary = current.share.by_first(current.summary)
-    folder.save_model(current.result, {"config": dict(recipe.config), "events": current.record.events})
+    folder.save_model(
+        recipe.delivered(current.result), {"config": dict(recipe.config), "events": current.record.events}
+    )
     folder.write_json("summary", summary)
     folder.drop_old_checkpoints()
     observer.end(summary)
@@ -187,6 +190,8 @@ class Run:
                 "flops_percent": percent(self._flops(), self.unpruned.flops),
                 "seconds": time.perf_counter() - started,
                 "gate_level": self.method.gate_level(),
+                "pruned": any(event["epoch"] == epoch for event in self.record.events),
+                "pruning_ended": self.method.ended,
                 "layers": layer_rows(counts, self.unpruned.counts),
             }
         )
@@ -230,23 +235,23 @@ class Run:
         metrics, events = self.record.metrics, self.record.events
         last, final = tail(metrics, events), metrics[-1]
         kept = _kept_inputs(self.model)
-        images = self.recipe.example(min(self.recipe.batch_size, len(self.data.train)))
-        # Both now, one after the other: other work on the machine then slows them alike.
-        unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
-        latency_ms, iqr = latency(self.model, images)
+        networks = [self.recipe.in_layout(self.recipe.build_model()), self.result]
+        times = {batch: latencies(networks, self.recipe.example(batch)) for batch in _LATENCY_BATCHES}
+        unpruned_ms, latency_ms = map(statistics.median, times[_LATENCY_BATCHES[-1]])
         return {
             **self.recipe.title,
             "epochs": self.recipe.epochs,
-            "accuracy": statistics.fmean(line["accuracy"] for line in last),
-            "loss": statistics.fmean(line["test_loss"] for line in last),
-            "final_accuracy": final["accuracy"],
+            "accuracy": final["accuracy"],
+            "loss": final["test_loss"],
+            "mean_accuracy": statistics.fmean(line["accuracy"] for line in last),
+            "mean_loss": statistics.fmean(line["test_loss"] for line in last),
             "nodes_percent": final["nodes_percent"],
             "weights_percent": final["weights_percent"],
             "flops_percent": final["flops_percent"],
             "latency_ms": latency_ms,
-            "latency_iqr_ms": iqr,
             "latency_unpruned_ms": unpruned_ms,
-            "latency_batch": len(images),
+            "latency_batch": _LATENCY_BATCHES[-1],
+            "speedups": [{"batch": batch, **speedup_row(*pair)} for batch, pair in times.items()],
             "seconds": sum(line["seconds"] for line in metrics),
             "events": sum(event["kind"] == "prune" for event in events),
             "missed_target": self.method.missed_target(),
