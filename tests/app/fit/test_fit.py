@@ -106,17 +106,13 @@ def unscaled(tmp_path: Path) -> Path:
 def test_unscaled_columns_are_learnt_and_the_files_take_them_unscaled(
     networks: Path, npz: Path, unscaled: Path, tmp_path: Path
 ) -> None:
-    for name, data, options in (
-        ("scaled", npz, []),
-        ("unscaled", unscaled, []),
-        ("as-they-are", unscaled, ["--no-standardise"]),
-    ):
-        command = ["fit", f"{networks}:mlp", "--data", str(data), "--out", str(tmp_path / name), *options]
+    for name, data in (("scaled", npz), ("unscaled", unscaled)):
+        command = ["fit", f"{networks}:mlp", "--data", str(data), "--out", str(tmp_path / name)]
         assert main([*command, *QUICK, "--epochs", "12"]) == 0
     scaled, out = (RunFolder(tmp_path / name) for name in ("scaled", "unscaled"))
     summary = out.read_json("summary")
     assert summary["accuracy"] == pytest.approx(scaled.read_json("summary")["accuracy"], abs=5)
-    assert summary["accuracy"] > RunFolder(tmp_path / "as-they-are").read_json("summary")["accuracy"] + 20
+    assert summary["accuracy"] > 50, "of three classes"
     assert summary["weights_percent"] < 50
 
     with np.load(unscaled) as arrays:

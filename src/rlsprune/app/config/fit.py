@@ -49,7 +49,7 @@ class FitConfig(BaseConfig):
 
     def unpruned(self) -> FitConfig:
         """The same network trained without pruning, on the images too that the gate would hold out."""
-        return replace(self, method="none", gate="train", baseline=False, images=(0, 0))
+        return replace(self, method="none", gate="train", baseline=False, classes=(), images=(0, 0))
 
 
 def make_fit_config(

@@ -27,7 +27,7 @@ from rlsprune.app.run.share import Share
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io.atomic import FileError
 from rlsprune.model.cost import count, latencies
-from rlsprune.model.selector import kept_inputs
+from rlsprune.model.selector import kept_features
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
 from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
@@ -234,7 +234,7 @@ class Run:
         """The run in a few numbers."""
         metrics, events = self.record.metrics, self.record.events
         last, final = tail(metrics, events), metrics[-1]
-        kept = _kept_inputs(self.model)
+        kept = next(iter(kept_features(self.model).values()), None)
         networks = [self.recipe.in_layout(self.recipe.build_model()), self.result]
         times = {batch: latencies(networks, self.recipe.example(batch)) for batch in _LATENCY_BATCHES}
         unpruned_ms, latency_ms = map(statistics.median, times[_LATENCY_BATCHES[-1]])
@@ -365,11 +365,3 @@ def _fitting(folder: RunFolder) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         problem = f"its checkpoint does not fit this run ({type(error).__name__}: {error})"
         raise FileError(folder.path, problem, "resume it with the version and settings that wrote it") from error
-
-
-def _kept_inputs(model: nn.Module) -> list[int] | None:
-    for layer in model.modules():
-        kept = kept_inputs(layer)
-        if kept is not None:
-            return [int(index) for index in kept]
-    return None
