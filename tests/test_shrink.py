@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
 from rlsprune.model.cost import count, latency, parameter_count
+from rlsprune.prune.closed_form import ClosedForm
+from rlsprune.prune.rebuild import Calibration
 from rlsprune.shrinking import FrontPoint
 from rlsprune.training.batches import GivenBatches
 from rlsprune.training.loop import evaluate
@@ -80,9 +82,6 @@ def test_the_target_is_reached_at_once_from_inputs_alone(trained: nn.Module, wha
 
 
 def test_a_cut_without_the_refit_is_far_worse(trained: nn.Module) -> None:
-    from rlsprune.prune.closed_form import ClosedForm
-    from rlsprune.prune.rebuild import Calibration
-
     inputs = inputs_of(batches(0))
     form = ClosedForm(trained, inputs[0][:1], Calibration(inputs, [64] * 16), ignore=["input"])
     plan = form.plan({"params": 0.06})
@@ -214,6 +213,16 @@ def test_a_data_loader_of_inputs(trained: nn.Module) -> None:
     assert shrunk.chosen.params <= 0.5 * shrunk.front[0].params
 
 
+def test_agreement_is_counted_on_the_same_inputs_whatever_their_order(trained: nn.Module) -> None:
+    given = copy.deepcopy(trained)
+    inputs = torch.cat(inputs_of(batches(1)))
+    shuffled = DataLoader(TensorDataset(inputs), batch_size=100, shuffle=True)
+    shrunk = rlsprune.shrink(trained, inputs_of(batches(0)), target={"params": 0.1}, valid=shuffled)
+    agreement = (trained(inputs).argmax(1) == given(inputs).argmax(1)).float().mean()
+    assert shrunk.chosen.score == pytest.approx(100 * float(agreement))
+    assert shrunk.chosen.score < 99
+
+
 def test_outputs_that_are_no_class_scores_are_compared_by_their_variance() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Linear(48, 16))
@@ -280,6 +289,16 @@ def test_with_recovery_the_last_network_within_the_drop_comes_back(trained: nn.M
     assert shrunk.front[-1].score < before - 2.0, "it went on until it was too much"
     assert shrunk.chosen is shrunk.front[-2]
     assert accuracy(trained) == shrunk.chosen.score >= before - 2.0
+
+
+def test_rounds_end_where_nothing_is_left_to_prune(trained: nn.Module) -> None:
+    scores = itertools.count(1.0)
+    options: dict[str, Any] = {"ratio": 0.9, "recovery_epochs": 1, "max_drop": 0.0}
+    shrunk = rlsprune.shrink(trained, batches(0, 2), score=lambda network: next(scores), **options)
+    assert (trained[0].out_features, trained[2].out_features) == (1, 1)
+    assert shrunk.chosen is shrunk.front[-1]
+    with pytest.raises(ValueError, match="nothing to prune"):
+        rlsprune.shrink(nn.Linear(1, 3), torch.rand(4, 8, 1), target={"params": 0.5})
 
 
 @pytest.mark.parametrize("labels", [True, False])
@@ -448,3 +467,15 @@ def test_a_layer_that_is_called_twice_is_refitted_for_both_calls() -> None:
     rlsprune.shrink(model, [x], target={"params": 0.75}, ignore=["second"])
     assert model.mix.in_features <= 15
     torch.testing.assert_close(model(x), given(x), rtol=2e-2, atol=2e-2)
+
+
+def test_every_size_is_cut_from_the_whole_network(trained: nn.Module) -> None:
+    inputs = inputs_of(batches(0))
+    form = ClosedForm(trained, inputs[0][:1], Calibration(inputs, [64] * 16))
+    first = form.plan({"flops": 0.5})
+    form.apply(form.plan({"flops": 0.1}))
+    assert form.plan({"flops": 0.5}) == first
+    form.apply(first)
+    weights = [parameter.clone() for parameter in trained.parameters()]
+    form.apply(first)
+    assert all(torch.equal(one, other) for one, other in zip(weights, trained.parameters(), strict=True))

@@ -112,6 +112,38 @@ def resnet_basic() -> nn.Module:
     return ResNet(BasicBlock(6, 6, 1), BasicBlock(6, 10, 2), BasicBlock(10, 10, 1), stem=6, head=10)
 
 
+class PaddedBlock(BasicBlock):
+    """A shortcut of every second pixel, padded with channels of zeros (option A of He et al.)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__(inputs, outputs, stride)
+        self.project, self.stride, self.front = None, stride, (outputs - inputs) // 2
+        self.back = outputs - inputs - self.front
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        return functional.relu(y + functional.pad(shortcut, (0, 0, 0, 0, self.front, self.back)))
+
+
+def resnet_padded() -> nn.Module:
+    return ResNet(PaddedBlock(6, 6, 1), PaddedBlock(6, 9, 2), PaddedBlock(9, 9, 1), stem=6, head=9)
+
+
+class SlicedShortcut(nn.Module):
+    """A shortcut that carries a part of the channels: those in the middle can go with it, the others alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 9, 3, padding=1)
+        self.narrow = nn.Conv2d(9, 4, 3, padding=1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.stem(x))
+        return self.fc(functional.relu(self.narrow(x) + x[:, 5:]).mean((2, 3)))
+
+
 def resnet_bottleneck() -> nn.Module:
     return ResNet(Bottleneck(6, 4, 1), Bottleneck(8, 6, 2), Bottleneck(12, 6, 1), stem=6, head=12)
 
@@ -350,6 +382,13 @@ ZOO: dict[str, Specimen] = {
         },
         ("fc",),
     ),
+    "resnet-padded": Specimen(
+        resnet_padded,
+        _IMAGE,
+        {"stem.0": 6, "blocks.0.conv1": 6, "blocks.1.conv1": 9, "blocks.2.conv1": 9},
+        ("blocks.1.conv2", "fc"),
+    ),
+    "sliced-shortcut": Specimen(SlicedShortcut, _IMAGE, {"stem[1]": 4}, ("stem", "fc")),
     "resnext": Specimen(
         resnext,
         _IMAGE,

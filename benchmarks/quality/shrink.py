@@ -34,7 +34,7 @@ from torch_pruning.pruner import importance
 import rlsprune
 from rlsprune.app.data import load
 from rlsprune.model.cost import count
-from rlsprune.prune.closed_form import ClosedForm, Plan
+from rlsprune.prune.closed_form import ClosedForm, CutPlan
 from rlsprune.prune.criteria import l1
 from rlsprune.prune.elimination import Curve
 from rlsprune.prune.rebuild import Calibration
@@ -127,13 +127,14 @@ def load_case(weights: Path, data_dir: Path | None, seed: int, test_images: int 
     chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))[:CALIBRATION]
 
     def normed(images: Tensor) -> Tensor:
-        return (images.float() / 255 - MEAN.view(3, 1, 1)) / DEVIATION.view(3, 1, 1)
+        scaled = (images.float() / 255 - MEAN.view(3, 1, 1)) / DEVIATION.view(3, 1, 1)
+        return scaled.contiguous(memory_format=torch.channels_last)
 
     train, test = data.train.select(chosen), data.test
     if test_images is not None:  # for a quick look; numbers in the documentation are of all images
         test = test.select(torch.arange(test_images))
     return Case(
-        model.eval(),
+        model.eval().to(memory_format=torch.channels_last),
         [normed(part) for part in train.images.split(BATCH)],
         list(train.labels.split(BATCH)),
         [(normed(x), y) for x, y in zip(test.images.split(500), test.labels.split(500), strict=True)],
@@ -194,7 +195,7 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
     def run(
         change: Mapping[str, Any] | None = None,
         orders: Mapping[str, list[int]] | None = None,
-        widths: Plan = plan,
+        widths: CutPlan = plan,
         only: Callable[[str], bool] = lambda name: True,
         refit: bool = True,
     ) -> nn.Module:
@@ -208,11 +209,11 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
         form.restore()
         return result
 
-    def uniform() -> Plan:
+    def uniform() -> CutPlan:
         low, high = 0.0, 1.0
         for _ in range(10):
             share = (low + high) / 2
-            tried = Plan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
+            tried = CutPlan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
             form.curves = curves
             form.cut(tried)
             if case.share(model) <= flops:
@@ -267,7 +268,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for seed in map(int, options.seeds.split(",")):
         case = load_case(options.weights, options.data_dir, seed, options.test_images)
-        whole = case.accuracy(case.model)
+        whole = rows[0]["whole"] if rows else case.accuracy(case.model)
         print(f"seed {seed}: the given network {whole:.2f} %", flush=True)
         for share in shares:
             if options.what == "parts":

@@ -4,8 +4,8 @@
 with at most 16.4 % of the weights (Table 1 of the paper), and prints the time as a ratio to that of the unpruned
 network trained by momentum SGD for its whole schedule. Each method is given schedules of several lengths, shortest
 first, and the first one that gets there counts; what the others took does not. `rls` stops at that share of the
-weights, and the rivals' ratios are set to where they leave it. `scratch` is told the shape with which `rls` got there,
-and trained alike: what it took to find that shape is not in its time.
+weights, and the rivals leave it. `scratch` is told the shape with which `rls` got there, and trained alike: what it
+took to find that shape is not in its time.
 
 Time is the processor's, for training, pruning and the gate's loss; evaluation on the test images is not counted.
 """
@@ -15,27 +15,32 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlsprune.app.baselines.common import stays
 from rlsprune.app.config.experiment import RunConfig, make_config
-from rlsprune.app.data.datasets import Split
 from rlsprune.app.experiments.recipe import load_data, make_recipe
 from rlsprune.app.experiments.registry import BASELINES
 from rlsprune.app.run.execute import Run
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.observer import Observer
-from rlsprune.training.loop import Evaluation
 
 EPOCHS = (5, 10, 20, 40)
-METHODS = ("rls", "scratch", "rls-paper", "l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph")
+METHODS = (
+    "rls",
+    "scratch",
+    "rls-paper",
+    "l1-norm",
+    "net-slimming",
+    "soft-pruning",
+    "weight-level",
+    "depgraph",
+    "random",
+)
 
 
 @dataclass(frozen=True)
@@ -47,19 +52,6 @@ class Result:
     """In which the aim was reached; None if never."""
     accuracy: float
     weights: float
-
-
-class TimedRun(Run):
-    """Leaves the evaluation on the test images out of its time."""
-
-    untimed = 0.0
-
-    def _evaluate(self, split: Split) -> Evaluation:
-        start = time.process_time()
-        result = super()._evaluate(split)
-        if split is self.data.test:
-            self.untimed += time.process_time() - start
-        return result
 
 
 @dataclass(frozen=True)
@@ -77,36 +69,20 @@ class Aim:
 
     def settings(self, method: str) -> dict[str, float]:
         """With which a method leaves just so many weights; there are none for the paper's own."""
-        if method == "rls":
-            return {"target": self.weights / 100}
-        if method in ("soft-pruning", "weight-level"):
-            return {"rival_ratio": 1 - self.weights / 100}
-        return {"rival_ratio": self._structured_ratio()} if method in BASELINES else {}
-
-    def _structured_ratio(self, layers: Sequence[int] = (784, 1024, 512, 10)) -> float:
-        """What has to go of every hidden layer of the paper's network, by bisection."""
-        too_little, enough = 0.0, 1.0
-        for _ in range(30):
-            ratio = (too_little + enough) / 2
-            kept = [layers[0], *(stays(size, ratio) for size in layers[1:-1]), layers[-1]]
-            share = sum(a * b for a, b in pairwise(kept)) / sum(a * b for a, b in pairwise(layers))
-            too_little, enough = (ratio, enough) if 100 * share > self.weights else (too_little, ratio)
-        return enough
+        return {"target": self.weights / 100} if method in ("rls", *BASELINES) else {}
 
 
 def train(config: RunConfig, aim: Aim | None, path: Path) -> Result:
     """Trains until the aim is reached, or to the end if there is none; leaves the network in that folder."""
-    run = TimedRun(make_recipe(config, load_data(config)), RunFolder(path))
-    start = time.process_time()
+    run = Run(make_recipe(config, load_data(config)), RunFolder(path))
     reached = None
-    while run.done < config.epochs and reached is None:
+    while not run.over and reached is None:
         run.epoch(Observer())
         last = run.record.metrics[-1]
         if aim is not None and aim.reached(last):
             reached = run.done
-    seconds = time.process_time() - start - run.untimed
     run.folder.save_model(run.result, {})
-    return Result(seconds, reached, last["accuracy"], last["weights_percent"])
+    return Result(run.clock.used, reached, last["accuracy"], last["weights_percent"])
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:

@@ -19,7 +19,7 @@ from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
 from rlsprune.model.cost import count
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.closed_form import ClosedForm, Report
+from rlsprune.prune.closed_form import ClosedForm, NothingToPruneError, Report
 from rlsprune.prune.rebuild import Calibration
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.training.batches import GivenBatches, Pair, split
@@ -31,7 +31,7 @@ __all__ = ["FrontPoint", "Progress", "Score", "Shrunk", "shrink"]
 
 _SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the smallest
 # Inputs that run together: at most so many, and fewer if one has more entries than the second number over them.
-_PIECE, _PIECE_ENTRIES = 128, 2**22
+_PIECE, _PIECE_ENTRIES = 128, 2**21
 
 Score = Callable[[nn.Module], float]
 """How good a network is, higher is better. It is called with the network itself, to be left as it is."""
@@ -181,7 +181,7 @@ def shrink(
 
     was_training = model.training
     cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
-    front = _Front(model, given.example, measure, max_drop, on_point)
+    front = _Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
     with contextlib.ExitStack() as stack:
         stack.callback(forget_compiled_code)
         stack.callback(model.train, was_training)
@@ -260,7 +260,12 @@ def _in_rounds(
     kept = dict.fromkeys(target or {"flops": 0.0}, 1.0)  # of the given network, by what was aimed at so far
     while front.points[-1].within:
         name = f"round {len(front.points)}"
-        form = cutter.look(f"{name}, ")
+        try:
+            form = cutter.look(f"{name}, ")
+        except NothingToPruneError:
+            if len(front.points) == 1:
+                raise
+            break
         step = {what: max(1 - ratio, (target or {}).get(what, 0.0) / share) for what, share in kept.items()}
         plan = form.plan(step)
         if not any(plan.gone.values()):
@@ -330,12 +335,13 @@ class _Front:
         score: Score,
         max_drop: float | None,
         on_point: Callable[[FrontPoint, nn.Module], object] | None,
+        own_score: float | None,
     ) -> None:
         self._model, self._example = model, example
         self._score_of, self._max_drop, self._on_point = score, max_drop, on_point
         self._started, self.epochs = time.perf_counter(), 0
         self.points: list[FrontPoint] = []
-        self.pruned()
+        self._score = self._score_pruned = self._scored() if own_score is None else own_score
         if self._score != self._score:
             raise ValueError("the score of the given network is not a number: check score, loss and targets")
         self.add()
@@ -377,7 +383,7 @@ class _Front:
         within = self._max_drop is None or self._score >= first - self._max_drop
         point = FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within)
         self.points.append(point)
-        if within and (len(self.points) == 1 or self._smaller(point)):
+        if within:  # and so smaller than any before that was
             self.chosen = point
             self._best = Snapshot(self._model, copy=True)
         if self._on_point is not None:
@@ -392,12 +398,6 @@ class _Front:
     def recovered(self) -> bool:
         """Whether the score is back where it was at the beginning."""
         return self._score >= self.points[0].score
-
-    def _smaller(self, point: FrontPoint) -> bool:
-        return (point.flops, point.params) <= (
-            self.chosen.flops,
-            self.chosen.params,
-        ) or point.params < self.chosen.params
 
     def _scored(self) -> float:
         with self._untimed():

@@ -575,3 +575,25 @@ def test_inference_mode_is_refused_and_the_model_is_as_it_was(path: Path) -> Non
         load(path, into=other)
     torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
     other(torch.rand(2, 12)).sum().backward()
+
+
+def test_equal_models_give_equal_files(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(3, 5).to(torch.bfloat16)
+            self.wide = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+            self.register_buffer("flags", torch.tensor([True, False, True]))
+            self.register_buffer("count", torch.tensor(7))
+            self.register_buffer("nothing", torch.empty(0, 4))
+
+    files = [tmp_path / f"{number}.safetensors" for number in range(8)]
+    for file in files:
+        save(Odd(), file, {"note": "äöü \ud800", "numbers": [1, 2, 3]})
+    assert len({file.read_bytes() for file in files}) == 1
+    with safe_open(files[0], framework="pt") as file:  # as the package that defines the format reads it
+        read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    own = Odd().state_dict()
+    assert read.keys() == own.keys()
+    assert all(torch.equal(read[name], own[name]) and read[name].dtype == own[name].dtype for name in own)

@@ -15,6 +15,7 @@ from rlsprune.graph.observe import Call, Observation, RawInput, observe
 from rlsprune.graph.trace import trace_groups
 from rlsprune.graph.verify import verify_groups
 from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import preserved
 
 
@@ -41,7 +42,7 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
     _refuse_wrappers(model)
     ignored = _expand(model, ignore)
     call = Call.of(example_inputs)
-    with preserved(model):
+    with uninterrupted(), preserved(model):
         seen = observe(model, call)
         drafts, skipped = trace_groups(model, call, seen, ignored)
         groups, failed = verify_groups(model, call, drafts)

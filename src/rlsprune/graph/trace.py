@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rlsprune.graph.groups import Axis, Group, Member
 from rlsprune.graph.layers import Side, axis_of, sides
 from rlsprune.graph.observe import Call, Observation
+from rlsprune.graph.offsets import channel_offset
 from rlsprune.graph.slots import Slots
 from rlsprune.model.calls import output_tensors
 
@@ -116,8 +117,25 @@ def _dependents(graph: Any, root: nn.Module, channels: list[int]) -> Iterator[tu
                 mapped = fresh
                 for mapping in dependency.index_mapping:
                     mapped = mapping(mapped) if mapping is not None else mapped
+                if all(mapping is None for mapping in dependency.index_mapping):
+                    mapped = _moved(mapped, node, dependency.target)
                 if mapped:
                     stack.append((dependency.target, dependency.handler, mapped))
+
+
+def _moved(channels: list[_Channel], source: Any, target: Any) -> list[_Channel]:
+    """Channels on their way from one node to the next, where padding or slicing gives them other numbers.
+
+    torch-pruning takes both for functions that leave every channel in its place. At such a node channels are numbered
+    as they come out of it.
+    """
+    if target in source.inputs and (offset := channel_offset(source.grad_fn)) is not None:
+        before = [channel._replace(idx=channel.idx - offset.shift) for channel in channels]
+        return [channel for channel in before if channel.idx in offset.inputs]
+    if source in target.inputs and (offset := channel_offset(target.grad_fn)) is not None:
+        inside = [channel for channel in channels if channel.idx in offset.inputs]
+        return [channel._replace(idx=channel.idx + offset.shift) for channel in inside]
+    return channels
 
 
 def _tie_dependents(

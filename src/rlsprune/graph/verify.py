@@ -17,6 +17,7 @@ from rlsprune.graph.cuts import cut, plan_cuts
 from rlsprune.graph.groups import Group
 from rlsprune.graph.observe import Call, hooked
 from rlsprune.model.calls import output_tensors
+from rlsprune.model.interrupts import stop_if_interrupted
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _SEED = 0
@@ -108,6 +109,7 @@ class _Trial:
 
     def search(self, groups: Sequence[Group], amount: float, failed: dict[str, str]) -> None:
         """Find by halving which of the groups fail."""
+        stop_if_interrupted()
         why = self.fault(groups, amount) if groups else None
         if why is None:
             return

@@ -20,6 +20,7 @@ from rlsprune.io import compatibility, tensorfile
 from rlsprune.io.tensorfile import DTYPES, TensorFile
 from rlsprune.model.arguments import quoted
 from rlsprune.model.calls import unwrap
+from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import refuse_inference_mode
 from rlsprune.model.selector import check_kept, full_in_features, kept_inputs, set_kept_inputs
 from rlsprune.model.sizes import read_sizes, write_sizes
@@ -117,12 +118,13 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         tensors = file.tensors()
         kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
     fresh = _on_devices(own, sources, tensors)
-    for name, target in own.items():
-        replace_data(target, fresh[name])
-    for name, layer in layers.items():
-        write_sizes(layer, sizes[name])
-        if isinstance(layer, nn.Linear) and name in kept:
-            set_kept_inputs(layer, kept[name], widths[name])
+    with uninterrupted():
+        for name, target in own.items():
+            replace_data(target, fresh[name])
+        for name, layer in layers.items():
+            write_sizes(layer, sizes[name])
+            if isinstance(layer, nn.Linear) and name in kept:
+                set_kept_inputs(layer, kept[name], widths[name])
     return into
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -18,12 +19,12 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsprune.io.atomic import FileError, replacing
+from rlsprune.model.interrupts import uninterrupted
 
-__all__ = ["DTYPES", "Entry", "TensorFile", "parse_json", "reading", "write"]
+__all__ = ["DTYPES", "Entry", "TensorFile", "opened", "parse_json", "reading", "write"]
 
 DTYPES = {
     torch.float64: "F64",
@@ -40,6 +41,8 @@ DTYPES = {
 """The types that a file may hold, by their names in it."""
 
 MAX_HEADER = 64 * 2**20  # bytes; parsed, it takes a multiple of that
+MAX_TENSORS = 100_000  # each takes the reader tens of microseconds and a kilobyte
+_OBJECT = re.compile(rb'\{\s*"')
 _CHECKSUM = "sha256"
 
 
@@ -87,7 +90,7 @@ class TensorFile:
 
 
 def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file whole or not at all; equal content gives equal bytes.
 
     Args:
         path: The file.
@@ -105,14 +108,32 @@ def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[st
         )
     stored = _separate(tensors)
     header = {"format": "pt", key: text, _CHECKSUM: digest(text, stored)}
-    with replacing(path) as temporary:
+    with uninterrupted(), replacing(path) as temporary:
         try:
             save_file(stored, temporary, header)
-        except SafetensorError as error:
-            failed = OSError(f"cannot write {os.fspath(path)}: {error}")
-            code = re.search(r"os error (\d+)", str(error))
-            failed.errno = int(code[1]) if code else None
-            raise failed from error
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # a write names no file
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Writes the safetensors format: the header's length, the header as JSON, the tensors one after the other.
+
+    The package's own writer shuffles the metadata, so that no two files of it are equal.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # The widest types first, as the package has it: then every tensor begins at a multiple of its type's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(_bytes(tensors[name]))
 
 
 @contextlib.contextmanager
@@ -124,7 +145,21 @@ def reading(path: str | os.PathLike[str], key: str, remedy: str) -> Iterator[Ten
         key: As it was written.
         remedy: What the user can do.
     """
-    status = Path(path).stat()
+    with opened(path, remedy) as file:
+        yield TensorFile(file, key)
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
+    """Opens any safetensors file whose header is of a sensible size, with ``safetensors.safe_open``.
+
+    What is found wrong with it inside the block becomes a `FileError`.
+
+    Args:
+        path: The file.
+        remedy: What the user can do.
+    """
+    status = _status(path, remedy)
     if not stat.S_ISREG(status.st_mode):
         raise FileError(path, "is not a regular file", remedy)
     with Path(path).open("rb") as raw:
@@ -133,13 +168,30 @@ def reading(path: str | os.PathLike[str], key: str, remedy: str) -> Iterator[Ten
         raise FileError(path, f"is not a whole safetensors file ({status.st_size:,} bytes)", remedy)
     if length > MAX_HEADER:
         raise FileError(path, f"has a header of {length:,} bytes, {MAX_HEADER:,} are allowed", remedy)
+    with Path(path).open("rb") as raw:
+        header = raw.read(8 + length)
+    if next(itertools.islice(_OBJECT.finditer(header), MAX_TENSORS, None), None) is not None:
+        raise FileError(path, f"has a header that lists more than {MAX_TENSORS:,} tensors", remedy)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield TensorFile(file, key)
+        mapped = safe_open(path, framework="pt", device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise FileError(path, f"cannot be mapped into memory ({str(error).partition('<')[0]})", remedy) from error
+    except SafetensorError as error:
+        raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
+    try:
+        with mapped as file:
+            yield file
     except SafetensorError as error:
         raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
     except ValueError as error:
         raise FileError(path, str(error), remedy) from error
+
+
+def _status(path: str | os.PathLike[str], remedy: str) -> os.stat_result:
+    try:
+        return Path(path).stat()
+    except ValueError as error:
+        raise FileError(path, f"cannot be the name of a file ({error})", remedy) from error
 
 
 def parse_json(text: str) -> Any:
@@ -155,8 +207,13 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
     for name, tensor in sorted(tensors.items()):
         sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(_bytes(tensor))
     return sha.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """What a contiguous tensor on the CPU has in memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

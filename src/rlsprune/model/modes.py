@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsprune.model.calls import ExampleInputs, as_call, bare_copy, device_of
+from rlsprune.model.interrupts import stop_if_interrupted, uninterrupted
 
 __all__ = [
     "evaluate",
@@ -108,7 +109,7 @@ def refuse_inference_mode(what: str) -> None:
 def run_once(model: nn.Module, example_inputs: ExampleInputs) -> Any:
     """What the model itself gives for the example, in evaluation mode and without gradients; leaves no trace."""
     args, kwargs = as_call(example_inputs)
-    with preserved(model), torch.no_grad():
+    with uninterrupted(), preserved(model), torch.no_grad():
         return model(*args, **kwargs)
 
 
@@ -125,8 +126,9 @@ def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleIn
     """
     kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(example_inputs, kind))
     count = 0
-    with evaluating(model):
+    with uninterrupted(), evaluating(model):
         for batch in batches:
+            stop_if_interrupted()
             paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)
             args, kwargs = as_call(batch[0] if paired else batch)
             model(*args, **kwargs)

@@ -13,6 +13,11 @@ from torch.nn import functional as F  # noqa: N812
 
 __all__ = ["Product", "product_of"]
 
+_TRANSPOSED: dict[Callable[..., Any], int] = {
+    torch.conv_transpose1d: 1,
+    torch.conv_transpose2d: 2,
+    torch.conv_transpose3d: 3,
+}
 _CONVOLUTIONS: dict[Callable[..., Any], int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 
 
@@ -31,11 +36,32 @@ class Product:
     """Before and after, for each dimension."""
     dilation: tuple[int, ...] = ()
     groups: int = 1
+    stuffing: tuple[int, ...] = ()
+    """Of a transposed convolution, its stride: it is an ordinary one of the input with zeros between the pixels."""
 
     @property
     def width(self) -> int:
         """Inputs of one group: columns of the matrix."""
+        if self.stuffing:
+            return len(self.weight) // self.groups * math.prod(self.weight.shape[2:])
         return self.weight[0].numel()
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as a matrix, ``(groups, width, outputs of a group)``."""
+        weight = self.weight.detach()
+        if not self.stuffing:
+            return weight.reshape(self.groups, len(weight) // self.groups, -1).mT
+        by_group = weight.reshape(self.groups, -1, *weight.shape[1:]).flip(list(range(3, 3 + self.dims)))
+        return by_group.movedim(2, -1).flatten(1, -2)
+
+    def weight_of(self, matrix: Tensor) -> Tensor:
+        """The inverse of `matrix`."""
+        if not self.stuffing:
+            return matrix.mT.reshape(self.weight.shape)
+        inputs, kernel = len(self.weight) // self.groups, self.weight.shape[2:]
+        by_group = matrix.reshape(self.groups, inputs, *kernel, -1).movedim(-1, 2)
+        return by_group.flip(list(range(3, 3 + self.dims))).reshape(self.weight.shape)
 
     @property
     def batched(self) -> Tensor:
@@ -48,8 +74,13 @@ class Product:
         if not self.dims:
             return tuple(self.inputs.shape[:-1])
         inputs = self.batched
-        sizes = zip(inputs.shape[2:], self.weight.shape[2:], self.stride, self.padding, self.dilation, strict=True)
+        places = [(size - 1) * gap + 1 for size, gap in zip(inputs.shape[2:], self._gaps, strict=True)]
+        sizes = zip(places, self.weight.shape[2:], self.stride, self.padding, self.dilation, strict=True)
         return len(inputs), *((size + sum(pad) - d * (k - 1) - 1) // s + 1 for size, k, s, pad, d in sizes)
+
+    @property
+    def _gaps(self) -> tuple[int, ...]:
+        return self.stuffing or (1,) * self.dims
 
     @property
     def places(self) -> int:
@@ -63,7 +94,9 @@ class Product:
         where = where.to(self.inputs.device)
         image, *corners = torch.unravel_index(where, self.spatial)
         chosen, image = torch.unique(image, return_inverse=True)  # not all images have to be padded
-        padded = F.pad(self.batched[chosen], [size for pair in reversed(self.padding) for size in pair])
+        padded = F.pad(
+            _stuffed(self.batched[chosen], self._gaps), [size for pair in reversed(self.padding) for size in pair]
+        )
         index: list[Tensor | slice] = [image.view(-1, *[1] * self.dims), slice(None)]
         kernel = self.weight.shape[2:]
         for axis, corner in enumerate(corners):
@@ -90,6 +123,8 @@ def product_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if function is F.linear:
         inputs, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
         return Product(inputs, weight, bias)
+    if function in _TRANSPOSED:
+        return _transposed(_TRANSPOSED[function], args, kwargs)
     dims = _CONVOLUTIONS.get(function)
     if dims is None:
         return None
@@ -106,6 +141,28 @@ def product_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         spread,
         1 if groups is None else groups,
     )
+
+
+def _transposed(dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product:
+    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    inputs, weight, bias, stride, padding, extra, groups, dilation = _bound(names, args, kwargs)
+    spread, more, less = (
+        _each(default if given is None else given, dims) for given, default in ((dilation, 1), (extra, 0), (padding, 0))
+    )
+    reach = [d * (k - 1) for d, k in zip(spread, weight.shape[2:], strict=True)]
+    pads = tuple((size - cut, size - cut + add) for size, cut, add in zip(reach, less, more, strict=True))
+    gaps = _each(1 if stride is None else stride, dims)
+    return Product(inputs, weight, bias, dims, (1,) * dims, pads, spread, 1 if groups is None else groups, gaps)
+
+
+def _stuffed(images: Tensor, gaps: Sequence[int]) -> Tensor:
+    """With zeros between the pixels."""
+    if all(gap == 1 for gap in gaps):
+        return images
+    sizes = [(size - 1) * gap + 1 for size, gap in zip(images.shape[2:], gaps, strict=True)]
+    wide = images.new_zeros(*images.shape[:2], *sizes)
+    wide[(slice(None), slice(None), *(slice(None, None, gap) for gap in gaps))] = images
+    return wide
 
 
 def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

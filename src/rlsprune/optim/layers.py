@@ -34,7 +34,7 @@ def mean_input(layer: Layer, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor
         mean = functional.mean_patch(inputs, windows, dtype).reshape(layer.groups, -1)
         rows = inputs.shape[0] * positions
     if layer.bias is not None:
-        mean = nn.functional.pad(mean, (0, 1), value=1.0)
+        mean = torch.cat([mean, mean.new_ones(mean.shape[0], 1)], dim=1)
     return mean, rows
 
 

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import unwrap
+from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.forms import Form, copied, form_of, initial_entry, moved, upgraded
@@ -153,14 +154,19 @@ class RLS(Optimizer):
         super().__init__(groups, {"lr": lr, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0, **shared})
         self._team = None if ranks is None else Team(ranks, self.param_groups)
 
-        for name, layers in parts.layers.items():
-            for layer in layers:
-                hook = ForwardHook(self._recorders[name], layer)
-                # First of all hooks: that of fully_shard takes the weight away.
-                self._handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        forget_compiled_code()
-        for name, reason in parts.left_out.items():
-            warnings.warn(f"layer {name!r} is trained by momentum SGD, not RLS: {reason}", stacklevel=2)
+        try:
+            with uninterrupted():
+                for name, layers in parts.layers.items():
+                    for layer in layers:
+                        hook = ForwardHook(self._recorders[name], layer)
+                        # First of all hooks: that of fully_shard takes the weight away.
+                        self._handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
+                forget_compiled_code()
+            for name, reason in parts.left_out.items():
+                warnings.warn(f"layer {name!r} is trained by momentum SGD, not RLS: {reason}", stacklevel=2)
+        except BaseException:
+            self.close()
+            raise
 
     # --- the usual contract -------------------------------------------------------------------------------------------
 
@@ -180,9 +186,10 @@ class RLS(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step for every parameter that has a gradient: all of them, or none if a fault is found.
+
+        Ctrl-C in the middle of it is raised when the step is done.
 
         Raises:
             FloatingPointError: Input, gradient or P of a layer is not finite, with ``on_fault="raise"``.
@@ -194,12 +201,13 @@ class RLS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._faults.report()
-        try:
-            with full_precision(self.param_groups[0]["params"][0].device):  # P is never touched in half precision
-                self._step()
-        finally:
-            for recorder in self._recorders.values():
-                recorder.clear()
+        with uninterrupted(), torch.no_grad():
+            try:
+                with full_precision(self.param_groups[0]["params"][0].device):  # P is never touched in half precision
+                    self._step()
+            finally:
+                for recorder in self._recorders.values():
+                    recorder.clear()
         return loss
 
     def report_faults(self) -> None:
@@ -249,7 +257,7 @@ class RLS(Optimizer):
                 warnings.warn(
                     f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
                     f"takes momentum SGD steps at fallback_lr={self._fallback_lr}: call the module for RLS to train it",
-                    stacklevel=6,
+                    stacklevel=5,
                 )
             return None
         mean = recorder.mean.to(weight.device)
@@ -361,12 +369,13 @@ class RLS(Optimizer):
                 self._check_shapes(group.get("name"), p, saved)
                 if saved:
                     states[p] = saved
-        super().load_state_dict(state_dict)
-        for p, saved in states.items():  # torch has cast them to the parameter's dtype
-            if INVERSE in saved:
-                self.state[p][INVERSE] = copied(saved[INVERSE], p.device)
-            if VELOCITY in saved:
-                self.state[p][VELOCITY] = placed_like(p, saved[VELOCITY].to(p.device, copy=True))
+        with uninterrupted():
+            super().load_state_dict(state_dict)
+            for p, saved in states.items():  # torch has cast them to the parameter's dtype
+                if INVERSE in saved:
+                    self.state[p][INVERSE] = copied(saved[INVERSE], p.device)
+                if VELOCITY in saved:
+                    self.state[p][VELOCITY] = placed_like(p, saved[VELOCITY].to(p.device, copy=True))
 
     def _check_shapes(self, name: str | None, p: Tensor, saved: dict[str, Any]) -> None:
         if VELOCITY in saved and saved[VELOCITY].shape != p.shape:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from rlsprune.graph import ChannelGraph, Member
 from rlsprune.graph.sites import Site, layer_names
+from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import weight_norms
 from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
 from rlsprune.prune.leastsquares import MOST_INPUTS
-from rlsprune.prune.rebuild import Calibration, affine_of, draw_places
+from rlsprune.prune.rebuild import Calibration, affine_of, can_shift, draw_places, gather_rows
 from rlsprune.prune.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
@@ -31,14 +32,15 @@ class _Seen:
     """Of one weight, by all the calls that use it."""
 
     rows: list[Tensor] = field(default_factory=list)
+    weights: Tensor | None = None
+    """As a matrix, ``(groups, n, outputs)``, with the shift as last row where there is one."""
     scale: Tensor | None = None
     """Of each output: how much its error counts."""
     variance: float = 0.0
 
     def matrix(self) -> Tensor:
         """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
-        rows = torch.cat(self.rows, dim=1)
-        return rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, dim=1)
 
 
 @dataclass
@@ -119,40 +121,38 @@ def _home(member: Member, modules: Mapping[str, nn.Module], names: Mapping[int, 
 def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: int) -> None:
     places = draw_places(stops, seed)
     pairs = list(zip(stops, places, strict=True))
-    seen.rows.append(torch.cat([stop.product.rows(where) for stop, where in pairs], dim=1))
+    seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
     results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
     scale, _ = affine_of(norms, results)
     if not stops[0].site.sums:
         results = results * scale
-    seen.scale = scale
-    if stops[0].product.bias is not None or norms:
-        seen.rows[-1] = torch.nn.functional.pad(seen.rows[-1], (0, 1), value=1.0)
+    seen.scale, seen.weights = scale, _with_bias(stops[0].product, seen.rows[0].shape[2])
     seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
 
 
 def _reader(member: Member, seen: _Seen | None) -> UnitReader | None:
     """A consumer of a group; without its inputs it is known by its weights alone."""
-    if seen is None or not seen.rows or seen.scale is None:
+    if seen is None or seen.scale is None or seen.weights is None:
         norms = weight_norms(member, 2)
         return FixedScores(norms / norms.sum().clamp_min(torch.finfo(torch.float64).tiny))
-    layer = member.module
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
     rows = seen.matrix()
     groups, count, width = rows.shape
-    matrix = exact(weight.detach()).reshape(groups, len(weight) // groups, -1).mT
-    if width > matrix.shape[1]:
-        bias = layer._parameters.get("bias")
-        last = matrix.new_zeros(groups, 1, matrix.shape[2])
-        if bias is not None:
-            last = exact(bias.detach()).view(groups, 1, -1)
-        matrix = torch.cat([matrix, last], dim=1)
     counts = exact(seen.scale).view(groups, 1, -1) / max(seen.variance, torch.finfo(torch.float32).tiny) ** 0.5
-    index = input_rows(layer, member.index)
+    matrix, index = seen.weights, input_rows(member.module, member.index)
     if width > MOST_INPUTS and groups == 1:
         part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
         return ReaderInRows(from_rows(part, _DAMPING), (matrix * counts)[0], index[0])
     return Reader(_autocorrelation(rows), matrix * counts, index)
+
+
+def _with_bias(product: Product, width: int) -> Tensor:
+    matrix = exact(product.matrix)
+    if width == matrix.shape[1]:
+        return matrix
+    last = matrix.new_zeros(len(matrix), 1, matrix.shape[2])
+    if product.bias is not None:
+        last = exact(product.bias.detach()).view_as(last)
+    return torch.cat([matrix, last], dim=1)
 
 
 def _autocorrelation(rows: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from rlsprune.prune.widths import choose_widths
 from rlsprune.statistics.inverse import cholesky_positive
 from rlsprune.statistics.rows import input_rows
 
-__all__ = ["ClosedForm", "Plan"]
+__all__ = ["ClosedForm", "CutPlan", "NothingToPruneError"]
 
 # Steps towards a target that is measured, or counted only when the network is cut.
 _MEASURED_STEPS, _TURNS = 6, 3
@@ -36,7 +36,11 @@ Report = Callable[[str, int, int | None], object]
 """Told what is being done, how much of it is done, and of how much."""
 
 
-class Plan(NamedTuple):
+class NothingToPruneError(ValueError):
+    """A network of which nothing can go."""
+
+
+class CutPlan(NamedTuple):
     """How many units go."""
 
     gone: Mapping[str, int]
@@ -60,7 +64,7 @@ class ClosedForm:
         report: For a progress bar.
 
     Raises:
-        ValueError: Nothing can be cut.
+        NothingToPruneError: Nothing can be cut.
     """
 
     def __init__(
@@ -81,10 +85,14 @@ class ClosedForm:
         """The channels that may go."""
         if not self.graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.graph.skipped.items())
-            raise ValueError(f"the model has nothing to prune. {reasons}")
+            raise NothingToPruneError(f"the model has nothing to prune. {reasons}")
         self._whole = bare_copy(model).eval()
         self._budget = Budget(model, example_inputs, {})
         self._start = Snapshot(model, copy=True)
+        # Of the whole network: plans are made while the model may be cut.
+        self._groups = [group for group in self.graph if group.size > 1]
+        tensors = {what: self._budget.tensors_of(what) for what in ("params", "flops")}
+        self._costs = {what: Costs(own, self._groups) for what, own in tensors.items()}
         with evaluating(self._whole):
             self.sites = find_sites(self._whole, batches.calls[0])
             """The calls of its layers."""
@@ -103,7 +111,7 @@ class ClosedForm:
         """A copy of the network as it was given."""
         return self._whole
 
-    def plan(self, target: Mapping[str, float]) -> Plan:
+    def plan(self, target: Mapping[str, float]) -> CutPlan:
         """The least harmful cut that reaches one of the targets, by what is counted.
 
         Args:
@@ -112,7 +120,7 @@ class ClosedForm:
         plans = [self._plan_one(what, share) for what, share in target.items()]
         return min(plans, key=lambda plan: plan.error)
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: CutPlan) -> None:
         """The whole network, cut and refitted."""
         kept = self.cut(plan)
         self._report("refitting", 0, None)
@@ -138,7 +146,7 @@ class ClosedForm:
 
     # --- how much of each group ---------------------------------------------------------------------------------------
 
-    def _plan_one(self, what: str, share: float) -> Plan:
+    def _plan_one(self, what: str, share: float) -> CutPlan:
         proportional = what == "params" or (what == "flops" and self._budget.proportional)
         if proportional:
             return self._planned(what, share)
@@ -167,22 +175,21 @@ class ClosedForm:
         ]
         return statistics.median(ratios)
 
-    def _planned(self, what: str, share: float) -> Plan:
-        groups = [group for group in self.graph if group.size > 1]
-        tensors = self._budget.tensors_of(what)
+    def _planned(self, what: str, share: float) -> CutPlan:
+        costs = self._costs[what]
         gone = choose_widths(
             self.curves,
-            groups,
-            Costs(tensors, groups),
-            share * sum(tensors.values()),
+            self._groups,
+            costs,
+            share * costs.without({}),
             least=self._least,
             round_to=self._round_to,
         )
-        return Plan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()))
+        return CutPlan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()))
 
     # --- the cut ------------------------------------------------------------------------------------------------------
 
-    def cut(self, plan: Plan) -> dict[str, Tensor]:
+    def cut(self, plan: CutPlan) -> dict[str, Tensor]:
         """The whole network, cut and not refitted; returns which outputs each layer that lost any keeps."""
         self.restore()
         chosen = [

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rlsprune.graph import Group, Member
 from rlsprune.graph.layers import axis_of
 from rlsprune.optim.layers import is_layer
-from rlsprune.statistics.inverse import Inverse, cholesky_positive, solve_lower
+from rlsprune.statistics.inverse import Inverse, cholesky_positive
 from rlsprune.statistics.rows import input_rows, weight_matrix
 
 Criterion = Callable[[Group], Sequence[Tensor]]
@@ -101,8 +101,9 @@ def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
     scores = torch.zeros(len(member.index), dtype=torch.float64)
     for P, W, rows in zip(inverse_of(member.name), weight_matrix(layer), input_rows(layer, member.index), strict=True):
         blocks = P.blocks(rows.to(W.device))
-        own = W.to(blocks.device)[rows.to(blocks.device)]  # (units, rows of a unit, outputs)
-        scores += solve_lower(cholesky_positive(blocks), own).square().sum((1, 2)).cpu()
+        own = W.mT[:, rows.to(W.device)].movedim(0, 2)  # (units, rows of a unit, outputs)
+        gram = (own @ own.mT).to(blocks)  # tr(WᵀP⁻¹W) = Σ P⁻¹ ∘ WWᵀ: there are fewer rows than outputs
+        scores += (torch.cholesky_inverse(cholesky_positive(blocks)) * gram).sum((1, 2)).cpu()
     return scores
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.interrupts import interruptible, stop_if_interrupted
 from rlsprune.model.modes import evaluate, evaluating, refuse_inference_mode, run_once
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement, forget_compiled_code
@@ -56,17 +57,18 @@ class Operation:
         self.network, self.settings = network, settings
         self._example_inputs = example_inputs
         settings.check_graph(network.graph)
-        sampled = settings.needs_inverse and settings.statistics == "exact"
-        self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
         self.budget = Budget(network.model, example_inputs, settings.target)
         self._closed = False
+        sampled = settings.needs_inverse and settings.statistics == "exact"
+        # Last: an error before it leaves no hook behind.
+        self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
     def run(
         self, epoch: int, loss: float | None, held_out_loss: HeldOutLoss | None, *, preview: bool = False
     ) -> PruneEvent | None:
-        """Makes an event; an error leaves everything as it was.
+        """Makes an event; an error, or Ctrl-C until its last check has passed, leaves everything as it was.
 
         Args:
             epoch: Its number.
@@ -90,6 +92,7 @@ class Operation:
                 if removed:
                     self._check_that_it_runs()
                 after = self.measures()
+                stop_if_interrupted()
                 if preview:
                     undo()
         finally:
@@ -99,10 +102,16 @@ class Operation:
         return PruneEvent.between(before, after, epoch, loss, "preview" if preview else "prune", removed)
 
     def roll_back(self, snapshots: Iterable[Snapshot], epoch: int, loss: float | None) -> PruneEvent:
-        """Puts back what snapshots hold."""
+        """Puts back what snapshots hold, all of it or nothing."""
         before = self.measures()
-        self.network.restore(snapshots)
-        return PruneEvent.between(before, self.measures(), epoch, loss, "roll-back", {})
+        try:
+            with self.network.undone_on_error():
+                self.network.restore(snapshots)
+                after = self.measures()
+                stop_if_interrupted()
+        finally:
+            self.network.rebuild_wrapper()
+        return PruneEvent.between(before, after, epoch, loss, "roll-back", {})
 
     def _cut_within_target(self, held_out_loss: HeldOutLoss | None, undo: Callable[[], None]) -> dict[str, list[int]]:
         """Cuts, with the ratios lowered to where the target is just reached if they would go beyond."""
@@ -131,7 +140,7 @@ class Operation:
         def loss() -> float:
             # It leaves no trace: no gradients, and no statistics of batch norms or inputs.
             forget_compiled_code()
-            with evaluating(network.model, *network.copies):
+            with evaluating(network.model, *network.copies), interruptible():
                 return network.mean(float(held_out_loss()))
 
         def trial(settings: Settings, name: str) -> list[tuple[int, float]]:
@@ -161,6 +170,7 @@ class Operation:
             for name in [group.name for group in graph]:
                 left = list(range(graph[name].size))
                 for choice in _rounds(graph[name], settings):
+                    stop_if_interrupted()
                     group = graph[name]
                     units = choose_units(name, list(score(group)), group.size, *choice)
                     self.network.agree(f"which channels of {name!r} go", units)

@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from rlsprune.graph import Group
 from rlsprune.io import modelfile
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.selector import kept_inputs, strip_inputs
 from rlsprune.model.tensors import forget_compiled_code, is_sharded
 from rlsprune.optim.rls import RLS
@@ -48,6 +50,10 @@ class Pruner:
     letter), or better a held-out one. The first ``warmup_epochs`` calls never prune; from then on a call prunes if the
     loss is below the least at any prune so far. Parameters stay the same objects, smaller, and the optimizer's state is
     cut with them, so schedulers, parameter groups and hooks stay valid.
+
+    An event happens whole or not at all: an error or Ctrl-C in the middle of it leaves network, optimizer, gate and
+    history as they were. ``on_prune`` is called when the event is made and in the history: what it raises undoes
+    nothing.
 
     Examples:
         >>> import torch, rlsprune
@@ -137,8 +143,6 @@ class Pruner:
             round_to,
             dict(target) if isinstance(target, Mapping) else target or {},
         )
-        self._network = LiveNetwork(model, optimizer, example_inputs, ignore)
-        self._operation = Operation(self._network, example_inputs, settings)
         self._on_prune = on_prune
         self._gate = Gate(warmup_epochs, patience, tolerance)
         self._recovered: list[Snapshot] | None = None
@@ -148,6 +152,15 @@ class Pruner:
         self._done = False
         self.history: list[PruneEvent] = []
         """Every event so far, roll-backs included."""
+        operation = None
+        try:
+            with uninterrupted():
+                self._network = LiveNetwork(model, optimizer, example_inputs, ignore)
+                operation = self._operation = Operation(self._network, example_inputs, settings)
+        except BaseException:
+            if operation is not None:
+                operation.close()
+            raise
 
     @classmethod
     def as_in_paper(
@@ -200,27 +213,38 @@ class Pruner:
         loss = self._network.mean(float(loss.detach() if isinstance(loss, Tensor) else loss))
         if not math.isfinite(loss):
             raise ValueError(f"loss={loss} in epoch {self._gate.epoch + 1}: training has diverged. Nothing was pruned")
-        decision = self._gate.step(loss)
-        event = None
-        if not self.done and decision is Decision.ROLL_BACK:
-            self._roll_back(loss)
-        elif not self.done and decision is Decision.PRUNE:
-            self._done = self._operation.target_reached()
-            if not self.done:
-                event = self._prune(loss)
-        self._restart_statistics()
-        return event
+        gate, event = replace(self._gate), None
+        decision = gate.step(loss)
+        with uninterrupted():
+            prunes = decision is Decision.PRUNE and not self.done
+            done = prunes and self._operation.target_reached()
+            if prunes and not done:
+                event = self._prune(gate, loss)
+            elif decision is Decision.ROLL_BACK and not self.done:
+                event = self._roll_back(gate, loss)
+            else:
+                self._commit(gate, done=done or self.done)
+        if prunes and not done and event is None:
+            self._warn_of_nothing()
+        self._tell(event)
+        return event if prunes else None
 
     def prune(self) -> PruneEvent | None:
         """Prunes now, whatever the loss. Returns the event, or None (with a warning) if nothing was chosen.
 
         Between the first call of `step` and the end of the warm-up no exact statistics are gathered: `calibrate` first.
         """
-        return self._prune(None)
+        with uninterrupted():
+            event = self._prune(replace(self._gate), None)
+        if event is None:
+            self._warn_of_nothing()
+        self._tell(event)
+        return event
 
     def preview(self) -> PruneEvent | None:
         """The event that `prune` would make, with what that needs, changing nothing; ``print`` shows it as a table."""
-        return self._operation.run(self._gate.epoch, None, self.held_out_loss, preview=True)
+        with uninterrupted():
+            return self._operation.run(self._gate.epoch, None, self.held_out_loss, preview=True)
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Gathers exact input statistics from given batches, when no training step has been seen yet.
@@ -243,10 +267,12 @@ class Pruner:
         Returns:
             The roll-back's event, or None if the network stays as it is.
         """
-        event = None if self._gate.recovered else self._roll_back(None)
-        self.stop()
+        with uninterrupted():
+            event = None if self._gate.recovered else self._roll_back(replace(self._gate), None)
+            self.stop()
         if not self.history:
             warnings.warn(f"nothing was ever pruned: {self._why_nothing()}", stacklevel=2)
+        self._tell(event)
         return event
 
     def follow(self, copy: nn.Module) -> None:
@@ -360,10 +386,12 @@ class Pruner:
                 )
             for snapshot, saved in zip(recovered, state["recovered"], strict=True):
                 snapshot.load_state_dict(saved)
-        self._gate.load_state_dict(state["gate"])
-        self._done, self.history, self._recovered = bool(state["done"]), history, recovered
-        self._operation.budget.original |= state["original"]
-        self._restart_statistics()
+        gate, original, done = replace(self._gate), dict(state["original"]), bool(state["done"])
+        gate.load_state_dict(state["gate"])
+        with uninterrupted():
+            self.history, self._recovered = history, recovered
+            self._operation.budget.original |= original
+            self._commit(gate, done=done)
 
     def _check_sizes(self, history: list[PruneEvent]) -> None:
         """Raises ValueError unless the network is that of the last event."""
@@ -377,39 +405,45 @@ class Pruner:
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
-    def _prune(self, loss: float | None) -> PruneEvent | None:
-        kept = self._network.snapshots() if self._gate.patience is not None and loss is not None else None
-        event = self._operation.run(self._gate.epoch, loss, self.held_out_loss)
+    def _prune(self, gate: Gate, loss: float | None) -> PruneEvent | None:
+        """Makes an event, if any channel may go, and commits it with the gate as it is after this epoch."""
+        kept = self._network.snapshots() if gate.patience is not None and loss is not None else None
+        event = self._operation.run(gate.epoch, loss, self.held_out_loss)
         if loss is not None:
-            self._gate.pruned(loss, changed=event is not None)
-        if event is None:
-            warnings.warn(
-                f"nothing was pruned in epoch {self._gate.epoch}: no channel of any layer may go at ratio="
-                f"{self._operation.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
-                "criterion",
-                stacklevel=3,
-            )
-            return None
-        if loss is not None:
-            self._recovered = kept
-        self._announce(event)
+            gate.pruned(loss, changed=event is not None)
+            self._recovered = self._recovered if event is None else kept
+        if event is not None or loss is not None:
+            self._commit(gate, event, done=self.done)
         return event
 
-    def _roll_back(self, loss: float | None) -> PruneEvent | None:
-        self._done = True
-        if self._recovered is None:
-            return None
-        event = self._operation.roll_back(self._recovered, self._gate.epoch, loss)
-        self._gate.recovered = True
-        self._announce(event)
+    def _roll_back(self, gate: Gate, loss: float | None) -> PruneEvent | None:
+        """Undoes the prunes since the network had last recovered, if there are any, and ends pruning."""
+        event = None
+        if self._recovered is not None:
+            event = self._operation.roll_back(self._recovered, gate.epoch, loss)
+            gate.recovered = True
+        self._commit(gate, event, done=True)
         return event
 
-    def _announce(self, event: PruneEvent) -> None:
-        forget_compiled_code()
+    def _commit(self, gate: Gate, event: PruneEvent | None = None, *, done: bool) -> None:
+        """What follows when the network is as it shall be. Called where Ctrl-C waits, so that all of it happens."""
+        self._gate, self._done = gate, done
+        if event is not None:
+            self.history.append(event)
+            forget_compiled_code()
         self._restart_statistics()  # the rows sampled so far are of other layers
-        self.history.append(event)
-        if self._on_prune is not None:
+
+    def _tell(self, event: PruneEvent | None) -> None:
+        if event is not None and self._on_prune is not None:
             self._on_prune(event)
+
+    def _warn_of_nothing(self) -> None:
+        warnings.warn(
+            f"nothing was pruned in epoch {self._gate.epoch}: no channel of any layer may go at ratio="
+            f"{self._operation.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
+            "criterion",
+            stacklevel=3,
+        )
 
     def _why_nothing(self) -> str:
         epochs, warmup = self._gate.epoch, self._gate.warmup_epochs

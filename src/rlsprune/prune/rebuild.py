@@ -17,16 +17,16 @@ from rlsprune.model.tensors import exact, memory_format, replace_data
 from rlsprune.prune.leastsquares import LeastSquares, clipped_fit
 from rlsprune.prune.replay import Replay, Stop, closing
 
-__all__ = ["Calibration", "affine_of", "draw_places", "rebuild"]
+__all__ = ["Calibration", "affine_of", "can_shift", "draw_places", "gather_rows", "rebuild"]
 
 _DAMPING = 1e-3
-_HELD_BACK = 5  # every fifth row tells whether a solution is better
+_HELD_BACK = 5  # the last fifth of the rows, of other inputs, tells whether a solution is better
 _CLIP_ROUNDS = 5
 # Rows of a layer: so many times its inputs or the second number, whichever is more, while they stay below so many
 # entries in all.
-_ROWS_PER_INPUT, _LEAST_ROWS, _MOST_ENTRIES = 8, 16384, 2**26
+_ROWS_PER_INPUT, _LEAST_ROWS, _MOST_ENTRIES = 8, 16384, 2**25
 # Bytes that the activations of one network may take while all its forwards wait at a layer.
-_LIVE_BYTES = 2**28
+_LIVE_BYTES = 2**27
 _LEAST_SCALE = 0.05  # of the median: a sum cannot be made up for through a smaller scale
 _SAME = 1e-6  # of the targets' norm: an output this close has not drifted
 
@@ -65,6 +65,25 @@ def draw_places(stops: Sequence[Stop], seed: int) -> list[Tensor]:
         else:
             drawn.append(torch.unique(torch.randint(own, (share,), generator=generator)))
     return drawn
+
+
+def gather_rows(stops: Sequence[Stop], places: Sequence[Tensor], shifted: bool) -> Tensor:
+    """The drawn rows of a layer's inputs, ``(groups, m, n)``; with a last 1 for a shift of its outputs, if wanted."""
+    first = stops[0].product
+    counts = [len(where) for where in places]
+    dtype = torch.promote_types(first.inputs.dtype, torch.float32)
+    # One tensor from the start: a copy of it would be the largest there is.
+    rows = torch.ones(first.groups, sum(counts), first.width + shifted, dtype=dtype, device=first.inputs.device)
+    start = 0
+    for stop, where, count in zip(stops, places, counts, strict=True):
+        rows[:, start : start + count, : first.width] = stop.product.rows(where)
+        start += count
+    return rows
+
+
+def can_shift(product: Product, norms: Sequence[nn.Module]) -> bool:
+    """Whether the outputs of a layer can be shifted: by its bias, or by that of the one batch norm that reads it."""
+    return product.bias is not None or (len(norms) == 1 and getattr(norms[0], "bias", None) is not None)
 
 
 def rebuild(
@@ -135,9 +154,9 @@ def _refit(
     places = draw_places(inputs, seed)
     pairs = list(zip(inputs, places, strict=True))
     product = inputs[0].product
-    rows = torch.cat([stop.product.rows(where) for stop, where in pairs], dim=1)
-    if not rows.shape[1] or not rows.is_floating_point():
+    if not any(len(where) for where in places) or not product.inputs.is_floating_point():
         return False
+    rows = gather_rows(inputs, places, can_shift(product, norms))
 
     def of_whole(tensors: Sequence[Tensor | None]) -> Tensor:
         parts = zip(targets, tensors, places, strict=True)
@@ -158,11 +177,11 @@ def _refit(
     else:
         usable, wanted, offset = scale.abs() > 0, own, shift.expand_as(own)
     low, high = _limits(site, scale, offset, usable)
-    fit = _fit(layer, norms, product, rows, wanted, low, high, damping)
+    fit = _fit(product, rows, wanted, low, high, damping)
     if fit is None:
         return False
     weight, intercept = fit
-    _apply(layer, norms, scale, weight, intercept)
+    _apply(layer, norms, scale, product.weight_of(weight), intercept)
     return True
 
 
@@ -193,8 +212,6 @@ def _limits(site: Site, scale: Tensor, offset: Tensor, usable: Tensor) -> tuple[
 
 
 def _fit(
-    layer: nn.Module,
-    norms: Sequence[nn.Module],
     product: Product,
     rows: Tensor,
     wanted: Tensor,
@@ -203,25 +220,23 @@ def _fit(
     damping: float,
 ) -> tuple[Tensor, Tensor | None] | None:
     """Weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to leave the layer alone."""
-    groups, count, width = rows.shape
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    weight = exact(product.weight.detach()).reshape(groups, len(product.weight) // groups, -1).mT
+    groups, count, _ = rows.shape
+    width = product.width
+    movable = rows.shape[2] > width
+    weight = exact(product.matrix)
 
     def by_group(values: Tensor) -> Tensor:
-        return values.to(dtype).reshape(count, groups, -1).movedim(1, 0)
+        return values.to(rows.dtype).reshape(count, groups, -1).movedim(1, 0)
 
-    rows, targets = rows.to(dtype), by_group(wanted)
-    has_bias = product.bias is not None
-    movable = has_bias or (len(norms) == 1 and getattr(norms[0], "bias", None) is not None)
+    targets = by_group(wanted)
     if movable:
-        rows = torch.cat([rows, rows.new_ones(groups, count, 1)], dim=2)
         bias = exact(product.bias.detach()) if product.bias is not None else weight.new_zeros(groups * weight.shape[2])
         weight = torch.cat([weight, bias.view(groups, 1, -1)], dim=1)
     outputs = rows @ weight.to(rows)
     if float((outputs - targets).norm()) <= _SAME * float(targets.norm()):
         return None
-    back = torch.arange(count, device=rows.device) % _HELD_BACK == 0 if count >= 4 * _HELD_BACK else None
-    part = slice(None) if back is None else ~back
+    fitted = count - count // _HELD_BACK if count >= 4 * _HELD_BACK else count
+    part, back = slice(0, fitted), slice(fitted, count)
     problem = LeastSquares(rows[:, part], weight.to(rows.device), damping)
     if low is None or high is None:
         solution = problem(targets[:, part])
@@ -229,9 +244,8 @@ def _fit(
     else:
         lows, highs = by_group(low), by_group(high)
         solution = clipped_fit(problem, targets[:, part], lows[:, part], highs[:, part], _CLIP_ROUNDS)
-        held_low, held_high = (lows, highs) if back is None else (lows[:, back], highs[:, back])
-        clip = lambda values: values.clamp(held_low, held_high)  # noqa: E731
-    if back is not None:
+        clip = lambda values: values.clamp(lows[:, back], highs[:, back])  # noqa: E731
+    if fitted < count:
         held, told = rows[:, back], clip(targets[:, back])
 
         def error(matrix: Tensor) -> float:
@@ -244,13 +258,10 @@ def _fit(
     return (solution[:, :width], solution[:, width]) if movable else (solution, None)
 
 
-def _apply(
-    layer: nn.Module, norms: Sequence[nn.Module], scale: Tensor, matrix: Tensor, intercept: Tensor | None
-) -> None:
+def _apply(layer: nn.Module, norms: Sequence[nn.Module], scale: Tensor, new: Tensor, intercept: Tensor | None) -> None:
     weight = layer._parameters["weight"]
     assert weight is not None
-    data = matrix.mT.reshape(weight.shape).to(weight)
-    replace_data(weight, data.contiguous(memory_format=memory_format(weight)))
+    replace_data(weight, new.to(weight).contiguous(memory_format=memory_format(weight)))
     if intercept is None:
         return
     bias = layer._parameters.get("bias")

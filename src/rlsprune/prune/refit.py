@@ -83,8 +83,8 @@ def compensate(model: nn.Module, group: Group, removals: Mapping[str, list[Remov
         layer = model.get_submodule(member.name)
         assert is_layer(layer)
         pairs = zip(weight_matrix(layer), removals[member.name], strict=True)
-        matrix = torch.stack([W.index_copy(0, one.stay.to(W.device), one.refit(W)) for W, one in pairs])
-        weight, bias = split_matrix(layer, matrix)
+        refitted = [W.index_copy(0, one.stay.to(W.device), one.refit(W)) for W, one in pairs]
+        weight, bias = split_matrix(layer, refitted[0].unsqueeze(0) if len(refitted) == 1 else torch.stack(refitted))
         for parameter, data in ((layer.weight, weight), (layer.bias, bias)):
             if parameter is not None and data is not None:
                 replace_data(parameter, data.contiguous(memory_format=memory_format(parameter)))

@@ -98,12 +98,12 @@ class LiveNetwork:
     @contextmanager
     def undone_on_error(self) -> Iterator[Callable[[], None]]:
         """An error inside leaves everything as it was; so does calling what it yields."""
-        groups, snapshots = self.graph.groups, self.snapshots(copy=False)
+        graph, groups, snapshots = self.graph, self.graph.groups, self.snapshots(copy=False)
 
         def undo() -> None:
             for snapshot in snapshots:
                 snapshot.restore()
-            self.graph.groups = groups
+            self._graph, graph.groups = graph, groups
             self._shapes = self._present_shapes()
 
         try:
@@ -123,7 +123,6 @@ class LiveNetwork:
         """Puts back what snapshots hold."""
         for snapshot in snapshots:
             snapshot.restore()
-        self.rebuild_wrapper()
         self._graph = None  # it was the smaller network's
         self._shapes = self._present_shapes()
 

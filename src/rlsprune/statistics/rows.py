@@ -6,8 +6,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from rlsprune.model.tensors import exact
 from rlsprune.optim.layers import Layer
 
 # So many patches are cut from an image, so that not all images of a batch have to be padded.
@@ -94,7 +94,7 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
     """Which rows of P belong to given input channels of a layer.
 
     Args:
-        layer: Linear or an ordinary convolution.
+        layer: Linear or a convolution, ordinary or transposed.
         channels: ``(units, k)`` input channels (features of a Linear layer), ascending in each unit, equally many in
             every group of a grouped convolution.
 
@@ -103,7 +103,7 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
     """
     if isinstance(layer, nn.Linear):
         return channels.unsqueeze(0)
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    assert isinstance(layer, _ConvNd)
     taps = math.prod(layer.kernel_size)
     by_group = channels.view(len(channels), layer.groups, -1) % (layer.in_channels // layer.groups)
     rows = by_group.unsqueeze(-1) * taps + torch.arange(taps)
@@ -111,12 +111,15 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
 
 
 def weight_matrix(layer: Layer) -> Tensor:
-    """The layer's weight as the paper has it, ``(groups, n, out per group)`` in float64, with the bias as last row."""
-    groups = getattr(layer, "groups", 1)
-    matrix = exact(layer.weight.detach()).reshape(groups, len(layer.weight) // groups, -1).mT
-    if layer.bias is None:
-        return matrix
-    return torch.cat([matrix, exact(layer.bias.detach()).view(groups, 1, -1)], dim=1)
+    """The layer's weight as the paper has it, ``(groups, n, out per group)``, with the bias as last row; never half.
+
+    A transposed view of memory that is laid out as the weight is.
+    """
+    groups, dtype = getattr(layer, "groups", 1), torch.promote_types(layer.weight.dtype, torch.float32)
+    matrix = layer.weight.detach().to(dtype).reshape(groups, len(layer.weight) // groups, -1)
+    if layer.bias is not None:
+        matrix = torch.cat([matrix, layer.bias.detach().to(dtype).view(groups, -1, 1)], dim=2)
+    return matrix.mT
 
 
 def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
-from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, SoftPruning, WeightLevel
+from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, RandomChoice, SoftPruning, WeightLevel
 from rlsprune.app.run.method import Method
 
 Make = Callable[[nn.Module, Optimizer, Tensor], Method]
@@ -19,6 +19,7 @@ STRUCTURED: dict[str, Make] = {
     "net-slimming": lambda m, o, x: NetSlimming(m, o, x, ratio=0.5, prune_epoch=2),
     "depgraph": lambda m, o, x: DepGraph(m, o, x, ratio=0.5, prune_epoch=2),
     "depgraph-network": lambda m, o, x: DepGraph(m, o, x, ratio=0.5, prune_epoch=2, scope="network"),
+    "random": lambda m, o, x: RandomChoice(m, o, x, ratio=0.5, prune_epoch=2, seed=0),
 }
 ZEROING: dict[str, Make] = {
     "soft-pruning": lambda m, o, x: SoftPruning(m, x),

@@ -9,12 +9,15 @@ import torch
 import torch_pruning
 from torch import Tensor, nn
 
-from app.baselines.cases import SHAPE, epoch, inputs, sgd, small
-from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, initialise_scales
+from app.baselines.cases import SHAPE, STRUCTURED, epoch, inputs, sgd, small
+from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, RandomChoice, initialise_scales
+from rlsprune.app.baselines.common import Structured
 from rlsprune.app.baselines.group_norm import group_norms
 from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.models import FNN
 from rlsprune.graph import find_groups
+from rlsprune.model.cost import count
+from rlsprune.optim.rls import RLS
 from zoo import ZOO
 
 LAYERS = (0, 4, 9)  # of ``small``; each followed by its batch norm
@@ -221,3 +224,60 @@ def test_depgraph_prunes_every_group_of_grouped_depthwise_and_concatenated_layer
     assert event is not None
     assert {change.name: change.after for change in event.layers} == {g.name: g.size // 2 for g in method.groups}
     assert model(specimen.inputs()).isfinite().all()
+
+
+def test_random_choice_takes_as_many_as_l1_norm_and_depends_on_its_seed_alone() -> None:
+    events = []
+    for seed, state in ((0, 0), (0, 1), (1, 0)):
+        model = small()
+        torch.manual_seed(state)
+        events.append(RandomChoice(model, sgd(model), inputs(), ratio=0.3, prune_epoch=1, seed=seed).end_epoch(1, 1.0))
+    model = small()
+    l1_norm = L1Norm(model, sgd(model), inputs(), ratio=0.3, prune_epoch=1).end_epoch(1, 1.0)
+    assert all(event is not None and l1_norm is not None and event.layers == l1_norm.layers for event in events)
+    same, again, other = (event.removed for event in events if event is not None)
+    assert same == again != other
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("what", ["params", "flops"])
+def test_the_ratio_is_the_least_that_reaches_a_target(name: str, what: str) -> None:
+    full = dict(zip(("params", "flops"), count(small(), inputs()), strict=True))
+    model = small()
+    method = STRUCTURED[name](model, sgd(model), inputs())
+    assert isinstance(method, Structured)
+    method.target = {what: 0.4}
+    method.end_epoch(2, 1.0)
+    left = dict(zip(("params", "flops"), count(model, inputs()), strict=True))
+    assert left[what] <= 0.4 * full[what]
+    less = small()
+    other = STRUCTURED[name](less, sgd(less), inputs())
+    assert isinstance(other, Structured)
+    other.ratio = method.ratio - 1e-5
+    other.end_epoch(2, 1.0)
+    assert dict(zip(("params", "flops"), count(less, inputs()), strict=True))[what] > 0.4 * full[what]
+
+
+def test_a_target_below_one_unit_a_layer_is_refused() -> None:
+    model = small()
+    method = L1Norm(model, sgd(model), inputs(), ratio=0.5, prune_epoch=1, target={"params": 0.001})
+    with pytest.raises(ValueError, match="one unit of every layer is more than that"):
+        method.end_epoch(1, 1.0)
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("rank", [None, 4])
+def test_p_of_rls_and_a_copy_are_cut_with_the_network(name: str, rank: int | None) -> None:
+    model = small()
+    optimizer = RLS(model, lr=0.1, rank=rank)
+    average = copy.deepcopy(small())
+    method = STRUCTURED[name](model, optimizer, inputs())
+    method.follow(average)
+    for number in (1, 2, 3):
+        epoch(model, optimizer, method, SHAPE, number)
+        method.end_epoch(number, 1.0)
+    assert [p.shape for p in average.parameters()] == [p.shape for p in model.parameters()]
+    for layer in LAYERS[1:]:
+        weight = model[layer].weight
+        assert optimizer.inverse(str(layer)).shape[-1] == weight[0].numel() + 1
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from app.baselines.cases import SHAPE, epoch, inputs, sgd, small
 from rlsprune.app.baselines import SoftPruning, WeightLevel
-from rlsprune.app.baselines.zeroing import layer_weights, smallest
+from rlsprune.app.baselines.zeroing import layer_weights, ratio_at, smallest
 from rlsprune.app.run.counting import count_retained
 
 NAMES = ("0.weight", "4.weight", "9.weight", "12.weight")
@@ -103,6 +104,32 @@ def test_state_keeps_the_masks_even_where_a_weight_that_stays_is_zero() -> None:
         sum(int(weight.sum()) for weight in weights(again).values())
         == sum(int(weight.count_nonzero()) for weight in weights(model).values()) + 1
     )
+
+
+def test_a_copy_is_zeroed_with_the_network_and_softly_by_its_own_weights() -> None:
+    model, average = small(0), small(1)
+    hard = WeightLevel(model, inputs(), ratio=0.5, prune_epoch=1)
+    hard.follow(average)
+    hard.end_epoch(1, 1.0)
+    assert all(bool((average.get_parameter(n)[w == 0] == 0).all()) for n, w in weights(model).items())
+    model, average = small(0), small(1)
+    expected = small(1)
+    SoftPruning(expected, inputs(), ratio=0.5).end_epoch(1, 1.0)
+    soft = SoftPruning(model, inputs(), ratio=0.5)
+    soft.follow(average)
+    soft.end_epoch(1, 1.0)
+    assert all(torch.equal(w, weights(expected)[n]) for n, w in weights(average).items())
+
+
+def test_the_share_to_zero_leaves_the_target_of_all_parameters() -> None:
+    model = small()
+    total = sum(p.numel() for p in model.parameters())
+    model_zeros = WeightLevel(model, inputs(), ratio=ratio_at(model, 0.3), prune_epoch=1)
+    event = model_zeros.end_epoch(1, 1.0)
+    assert event is not None
+    assert 0.3 * total - 1 <= event.params_after <= 0.3 * total
+    with pytest.raises(ValueError, match=r"target=0\.01 cannot be reached: biases and norms"):
+        ratio_at(model, 0.01)
 
 
 def test_equal_weights_and_channels_last_weights_are_counted_exactly() -> None:

@@ -13,7 +13,7 @@ import rlsprune
 from networks import SHAPES, cnn, fnn, train
 from rlsprune.app.cli.main import main
 from rlsprune.app.costs.estimate import Machine, make_plan, measure
-from rlsprune.app.models.imagenet import resnet50, vgg16
+from rlsprune.app.models.imagenet import resnet50, vgg16, vit_large
 
 MACHINE = Machine(gflops=50, gbytes=10)
 
@@ -47,7 +47,9 @@ def test_the_step_of_a_wide_layer_costs_two_thin_products() -> None:
     assert whole / factored == pytest.approx(4096 / (2 * 20.5), rel=0.02)
 
 
-@pytest.mark.parametrize(("build", "parameters"), [(vgg16, 138_357_544), (resnet50, 25_557_032)])
+@pytest.mark.parametrize(
+    ("build", "parameters"), [(vgg16, 138_357_544), (resnet50, 25_557_032), (vit_large, 304_326_632)]
+)
 def test_the_built_in_networks_have_their_published_number_of_parameters(build: Any, parameters: int) -> None:
     with torch.device("meta"):
         model = build()

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlsprune.app.config.base import OPTIMIZERS
 from rlsprune.app.config.experiment import PAPER, RunConfig, make_config
+from rlsprune.app.config.recipes import RECIPES
 from rlsprune.app.config.settings import TrainingSettings
-from rlsprune.app.experiments.methods import build_method, build_model, learning_rate
+from rlsprune.app.experiments.methods import build_method, build_model
 from rlsprune.app.experiments.paper import TABLES
 from rlsprune.app.experiments.queue import COMPARED, comparison, sweep, twin_of
 from rlsprune.app.experiments.registry import BASELINES, EXPERIMENTS, METHODS, experiment
@@ -46,6 +48,37 @@ def test_ours_and_scratch_move_the_images_unless_told_not_to() -> None:
         assert {run.label: run.config.augment for run in runs} == {"rls-unpruned": expected, "rls": expected}
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_method_recipe_and_optimizer_can_be_crossed(method: str, recipe: str, optimizer: str) -> None:
+    if method == "rls-paper" and optimizer != "rls":
+        return  # it prunes by the P of RLS
+    config = make_config("mnist-fnn", method, recipe=recipe, optimizer=optimizer)
+    assert (config.method, config.recipe, config.optimizer) == (method, recipe, optimizer)
+    alike = make_config("mnist-fnn", "none", recipe=recipe)
+    for name in ("augment", "loss", "epochs", "warmup_epochs"):
+        assert getattr(config, name) == getattr(alike, name), "the recipe, not the method, decides on it"
+    assert replace(config.training, rank=None) == replace(alike.training, rank=None)
+
+
+def test_a_method_s_own_recipe_is_what_it_was_before_recipes_had_names() -> None:
+    assert {method for method in METHODS if make_config("mnist-fnn", method).recipe == "ours"} == {"rls", "scratch"}
+    rates = {method: make_config("cifar10-resnet20", method).rate for method in ("rls", "none", "l1-norm")}
+    assert rates == {"rls": 0.1, "none": 0.1, "l1-norm": 0.1}
+    assert make_config("mnist-fnn").rate == 1.0
+    assert make_config("mnist-fnn", optimizer="adamw").rate == 1e-3
+    assert make_config("mnist-fnn", lr=0.5).rate == 0.5
+
+
+def test_config_without_recipe_and_rate_is_that_of_an_earlier_version() -> None:
+    config = make_config("mnist-fnn", "l1-norm")
+    new = ("recipe", "lr", "cpu_seconds", "rival_target", "rival_target_of", "test_on")
+    old = RunConfig.from_dict({name: value for name, value in config.to_dict().items() if name not in new})
+    assert config.differences(old) == []
+    assert old.rate == 0.1
+
+
 def test_training_settings_outside_their_range_are_named() -> None:
     with pytest.raises(ValueError, match=r"lr_decay=1\.0"):
         TrainingSettings(lr_decay=1.0)
@@ -69,7 +102,16 @@ def test_rivals_are_trained_by_momentum_and_ours_by_rls() -> None:
         ({"ratio": 0.5, "method": "none"}, "not for none: leave it out"),
         ({"rival_ratio": 0.5}, "--rival-ratio is for l1-norm.* not for rls"),
         ({"rival_ratio": 1.5, "method": "l1-norm"}, r"--rival-ratio 1\.5"),
-        ({"optimizer": "adamw", "method": "l1-norm"}, "trained by sgd"),
+        ({"optimizer": "adamw", "method": "rls-paper"}, "prunes by the P of RLS"),
+        ({"optimizer": "lion", "method": "l1-norm"}, "choose one of rls, sgd, adamw"),
+        ({"recipe": "theirs"}, "choose one of paper, ours"),
+        ({"lr": 0.0}, r"--lr 0\.0"),
+        ({"cpu_seconds": 0.0}, r"--cpu-seconds 0\.0"),
+        ({"cpu_seconds": 9.0, "epochs": 3}, "give one of them"),
+        ({"target": 0.1, "rival_ratio": 0.5, "method": "l1-norm"}, "--rival-ratio follows from --target"),
+        ({"target": 0.1, "target_of": "flops", "method": "weight-level"}, "leaves the FLOPs as they are"),
+        ({"target": 0.1, "target_of": "time"}, "--target-of time"),
+        ({"test_on": "train"}, "--test-on train"),
         ({"prune_epoch": 0}, "--prune-epoch 0"),
         ({"train_images": 0}, "--train-images 0"),
     ],
@@ -89,7 +131,9 @@ def test_comparison_has_a_twin_for_every_method_and_scratch_waits_for_rls(tmp_pa
     runs = comparison("mnist-fnn", COMPARED, [0, 1], tmp_path)
     for seed in (0, 1):
         labels = [run.label for run in runs if run.config.seed == seed]
-        assert set(labels) == {*COMPARED, *map(twin_of, COMPARED)}
+        twins = {twin_of(make_config("mnist-fnn", method))[0] for method in COMPARED}
+        assert twins == {"rls-unpruned", "none-rls", "none-sgd", "net-slimming-unpruned"}
+        assert set(labels) == {*COMPARED, *twins}
         assert len(labels) == len(set(labels))
     assert len({run.folder for run in runs}) == len(runs)
     waiting = [run for run in runs if run.after is not None]
@@ -108,6 +152,23 @@ def test_a_rival_removes_what_it_is_told_to(method: str) -> None:
     config = make_config("digits-fnn", method, rival_ratio=0.45)
     model = build_model(config)
     assert build_method(config, model, build_optimizer(config, model, 0.1), torch.rand(1, 784)).ratio == 0.45  # type: ignore[attr-defined]
+
+
+def test_target_is_for_the_rivals_too(tmp_path: Path) -> None:
+    runs = comparison("mnist-fnn", COMPARED, [0], tmp_path, target=0.05, target_of="params")
+    assert {run.label for run in runs if run.config.rival_target == 0.05} == set(BASELINES)
+    assert {run.label for run in runs if run.config.pruning and run.config.pruning.target == 0.05} == {"rls"}
+
+
+def test_every_twin_is_trained_like_its_method(tmp_path: Path) -> None:
+    runs = comparison("mnist-fnn", ["l1-norm", "net-slimming", "rls"], [0], tmp_path, recipe="ours", optimizer="adamw")
+    by_label = {run.label: run.config for run in runs}
+    assert {run.twin for run in runs} == {None, "none-adamw-ours", "net-slimming-unpruned-ours"}
+    for run in runs:
+        if run.twin is not None:
+            twin = by_label[run.twin]
+            for name in ("recipe", "optimizer", "lr", "epochs", "augment", "training"):
+                assert getattr(twin, name) == getattr(run.config, name)
 
 
 @pytest.mark.parametrize(("option", "method"), [("ratio", "l1-norm"), ("rival_ratio", "rls"), ("target", "rls-paper")])
@@ -161,7 +222,9 @@ def test_target_is_the_experiment_s_unless_another_is_asked_for(tmp_path: Path) 
     assert make_config("svhn-vgg").pruning == EXPERIMENTS["svhn-vgg"].pruning
 
 
-@pytest.mark.parametrize(("method", "target"), [("rls", 0.0), ("rls", 1.0), ("rls-paper", 0.1), ("l1-norm", 0.1)])
+@pytest.mark.parametrize(
+    ("method", "target"), [("rls", 0.0), ("rls", 1.0), ("rls-paper", 0.1), ("l1-norm", 1.0), ("none", 0.1)]
+)
 def test_targets_that_make_no_sense(method: str, target: float) -> None:
     with pytest.raises(ValueError, match="--target"):
         make_config("digits-fnn", method, target=target)
@@ -207,23 +270,25 @@ def test_events_are_allocated_on_the_vggs_unless_there_is_nothing_to_measure_by(
     assert runs["rls-paper"].pruning == PAPER
 
 
-def test_small_networks_train_for_longer(tmp_path: Path) -> None:
+def test_our_recipe_trains_for_longer(tmp_path: Path) -> None:
     runs = {run.label: run.config.epochs for run in comparison("svhn-vgg", COMPARED, [0], tmp_path)}
     preset = experiment("svhn-vgg").presets["short"]
     assert preset.small_epochs is not None
     assert preset.small_epochs > preset.epochs
-    assert {label for label, epochs in runs.items() if epochs == preset.small_epochs} == {"rls", "scratch"}
-    assert {epochs for label, epochs in runs.items() if label not in ("rls", "scratch")} == {preset.epochs}
+    ours = {"rls", "scratch", "rls-unpruned"}
+    assert {label for label, epochs in runs.items() if epochs == preset.small_epochs} == ours
+    assert {epochs for label, epochs in runs.items() if label not in ours} == {preset.epochs}
     assert make_config("svhn-vgg", epochs=3).epochs == 3
 
 
 def test_ours_prunes_earlier_on_mnist_and_keeps_its_steps_large(tmp_path: Path) -> None:
     runs = {run.label: run.config for run in comparison("mnist-fnn", COMPARED, [0], tmp_path)}
     lengths = {label: (config.epochs, config.warmup_epochs) for label, config in runs.items()}
-    assert {label for label, length in lengths.items() if length == (28, 1)} == {"rls", "scratch"}
-    assert {length for label, length in lengths.items() if label not in ("rls", "scratch")} == {(20, 3)}
+    ours = {"rls", "scratch", "rls-unpruned"}
+    assert {label for label, length in lengths.items() if length == (28, 1)} == ours
+    assert {length for label, length in lengths.items() if label not in ours} == {(20, 3)}
     scales = {
-        label: build_optimizer(config, build_model(config), learning_rate(config)).param_groups[0]["mean_scale"]
+        label: build_optimizer(config, build_model(config), config.rate).param_groups[0]["mean_scale"]
         for label, config in runs.items()
         if config.optimizer == "rls"
     }

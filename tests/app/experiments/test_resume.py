@@ -14,6 +14,7 @@ from rlsprune.app.cli.main import main
 from rlsprune.app.config.experiment import make_config
 from rlsprune.app.data.datasets import Dataset, Split
 from rlsprune.app.experiments.recipe import run
+from rlsprune.app.report import write_report
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.method import Retained
 from rlsprune.app.run.observer import Observer
@@ -41,7 +42,7 @@ run(make_config("digits-fnn", {method!r}, **{options!r}), RunFolder({folder!r}),
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("seconds", "cpu_seconds")} for line in lines]
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -119,10 +120,45 @@ def test_resuming_a_finished_run_changes_nothing(
 ) -> None:
     folder = RunFolder(tmp_path)
     run(make_config("digits-fnn", "none", epochs=1, **tiny), folder)
+    write_report([tmp_path], tmp_path / "report.html")
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert main(["run", "--resume", str(tmp_path)]) == 0
     assert "is finished" in capsys.readouterr().out
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_resuming_a_finished_run_writes_what_is_missing(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    """It was killed after its last epoch, before the page and the pictures were there."""
+    folder = RunFolder(tmp_path / "run")
+    run(make_config("digits-fnn", "rls", **{**tiny, "epochs": 3, "warmup_epochs": 1, "ratio": 0.5}), folder)
+    assert folder.read_json("summary")["kept_inputs"], "no pixel was pruned, so there is no picture"
+    pictures = {folder.path / "report.html", folder.path / "pixels.png"}
+    assert main(["run", "--resume", str(folder.path), "--quiet"]) == 0
+    assert all(path.stat().st_size > 1000 for path in pictures)
+    (folder.path / "pixels.png").unlink()
+    written = (folder.path / "report.html").stat().st_mtime_ns
+    assert main(["run", "--resume", str(folder.path), "--quiet"]) == 0
+    assert (folder.path / "pixels.png").is_file()
+    assert (folder.path / "report.html").stat().st_mtime_ns == written
+    outside = tmp_path / "outside.html"
+    (folder.path / "report.html").unlink()
+    (folder.path / "report.html").symlink_to(outside)
+    assert main(["run", "--resume", str(folder.path), "--quiet"]) == 2
+    assert not outside.exists()
+
+
+@pytest.mark.parametrize("content", ["{}", '{"seed": "\\u001b[2J"}', "[]", "", '{"method": 1}'])
+def test_a_summary_that_says_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_json("config", make_config("digits-fnn").to_dict())
+    (tmp_path / "summary.json").write_text(content)
+    assert main(["run", "--resume", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "summary.json" in said
+    assert "Error" not in said
+    assert "\x1b" not in said
 
 
 def test_run_of_a_device_that_is_not_here_goes_on_with_another(

@@ -36,6 +36,7 @@ METRICS = {
 DETERMINED = {
     "l1-norm": (53.8, 21.7),
     "depgraph": (53.8, 21.7),
+    "random": (53.8, 21.7),
     "soft-pruning": (100.0, 70.0),
     "weight-level": (100.0, 30.0),
     "none": (100.0, 100.0),

@@ -14,10 +14,15 @@ from rlsprune.app.run.counting import count_retained
 from rlsprune.app.run.method import Retained
 from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.graph import find_groups, plan_cuts
+from rlsprune.graph.cuts import Cuts
+from rlsprune.model.calls import bare_copy
 from rlsprune.model.cost import count
 from rlsprune.prune.event import LayerChange, PruneEvent
+from rlsprune.prune.refit import cut_inverses
 from rlsprune.prune.select import cut_size
 from rlsprune.prune.surgery import apply_cuts
+
+_SEARCH_STEPS = 24  # in which the ratio is halved towards a target
 
 
 class Rival(NoPruning):
@@ -34,14 +39,12 @@ class Rival(NoPruning):
             raise ValueError(f"ratio={ratio} is not valid: it is the share that goes, so give a number between 0 and 1")
         super().__init__(model, example_inputs)
         self.ratio = ratio
+        self.copies: list[nn.Module] = []
+        """Moving averages of the network, which are pruned with it."""
 
     def follow(self, copy: nn.Module) -> None:
-        """Refuses: a rival prunes the network alone.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"{type(self).__name__} prunes no copy of its network: train without a moving average")
+        """From now on prunes the copy as it prunes the network."""
+        self.copies.append(copy)
 
     def retained(self) -> Mapping[str, Retained]:
         """Nodes and weights that are left, per layer; weights that are zero do not count."""
@@ -109,6 +112,9 @@ class Structured(OneShot):
         example_inputs: What the network is traced with.
         ratio: The share of the units that goes, between 0 and 1.
         prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin of the method.
+        target: The share that stays of the network as it is now, as `rlsprune.Pruner` takes it: ``{"params": 0.1}`` or
+            ``{"flops": 0.1}``. The ratio is then the least that gets there, found when the network is pruned.
+        inverse: What happens to the P of an optimizer that keeps one, as of `rlsprune.Pruner`.
     """
 
     def __init__(
@@ -119,9 +125,11 @@ class Structured(OneShot):
         *,
         ratio: float,
         prune_epoch: int | None,
+        target: Mapping[str, float] | None = None,
+        inverse: str = "schur",
     ) -> None:
         super().__init__(model, example_inputs, ratio, prune_epoch)
-        self.optimizer = optimizer
+        self.optimizer, self.target, self.inverse = optimizer, target, inverse
         # Found here and not when pruning, so that a network that cannot be pruned fails before it is trained.
         graph = find_groups(model, example_inputs)
         self.groups = [group for group in graph if not group.is_input]
@@ -149,11 +157,16 @@ class Structured(OneShot):
         """
         scores = [score.detach().cpu() for score in self.scores()]
         for group, score in zip(self.groups, scores, strict=True):
-            if not bool(score.isfinite().all()):
+            weights = [p for member in group.producers for p in member.module.parameters(recurse=False)]
+            if not all(bool(tensor.isfinite().all()) for tensor in (score, *weights)):
                 raise FloatingPointError(f"the weights of {group.name!r} are not finite: train with a lower step size")
-        units = [chosen.sort().values for chosen in self.choose(scores)]
         params, flops = count(self.model, self.example_inputs)
-        apply_cuts(self.model, plan_cuts(list(zip(self.groups, units, strict=True))), self.optimizer)
+        if self.target is not None:
+            self.ratio = self._least_ratio(scores, {"params": params, "flops": flops})
+        units = [chosen.sort().values for chosen in self.choose(scores)]
+        cuts = self._plan(units)
+        cut_inverses(self.model, self.optimizer, cuts, self.inverse, {})
+        apply_cuts(self.model, cuts, self.optimizer, self.copies)
         params_after, flops_after = count(self.model, self.example_inputs)
         chosen = [(group.name, group.size, gone.tolist()) for group, gone in zip(self.groups, units, strict=True)]
         return PruneEvent(
@@ -166,6 +179,34 @@ class Structured(OneShot):
             layers=tuple(LayerChange(name, size, size - len(gone)) for name, size, gone in chosen),
             removed={name: gone for name, _, gone in chosen if gone},
         )
+
+    def _plan(self, units: Sequence[Tensor]) -> Cuts:
+        return plan_cuts(list(zip(self.groups, units, strict=True)))
+
+    def _least_ratio(self, scores: Sequence[Tensor], full: Mapping[str, int]) -> float:
+        """The least ratio with which the target is reached, by bisection.
+
+        Raises:
+            ValueError: One unit of every layer is still too much.
+        """
+        assert self.target is not None
+        too_little, enough = 0.0, 1.0 - 2.0**-_SEARCH_STEPS
+        if not self._reaches(enough, scores, full):
+            raise ValueError(f"target={dict(self.target)} cannot be reached: one unit of every layer is more than that")
+        for _ in range(_SEARCH_STEPS):
+            ratio = (too_little + enough) / 2
+            reached = self._reaches(ratio, scores, full)
+            too_little, enough = (too_little, ratio) if reached else (ratio, enough)
+        return enough
+
+    def _reaches(self, ratio: float, scores: Sequence[Tensor], full: Mapping[str, int]) -> bool:
+        """Whether a copy of the network that is cut at this ratio is within the target."""
+        assert self.target is not None
+        self.ratio = ratio
+        trial = bare_copy(self.model)
+        apply_cuts(trial, self._plan([chosen.sort().values for chosen in self.choose(scores)]))
+        left = dict(zip(("params", "flops"), count(trial, self.example_inputs), strict=True))
+        return all(left[what] <= share * full[what] for what, share in self.target.items())
 
 
 def stays(number: int, ratio: float) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class DepGraph(Structured):
         example_inputs: What the network is traced with.
         ratio: The share of the channels that goes.
         prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin.
+        target: As of `Structured`.
+        inverse: As of `Structured`.
         scope: ``"layer"``: this share of every hidden layer. ``"network"``: all channels are ranked together.
     """
 
@@ -44,11 +46,15 @@ class DepGraph(Structured):
         *,
         ratio: float,
         prune_epoch: int | None,
+        target: Mapping[str, float] | None = None,
+        inverse: str = "schur",
         scope: Scope = "layer",
     ) -> None:
         if scope not in get_args(Scope):
             raise ValueError(f"scope={scope!r} is not valid: it must be one of {', '.join(get_args(Scope))}")
-        super().__init__(model, optimizer, example_inputs, ratio=ratio, prune_epoch=prune_epoch)
+        super().__init__(
+            model, optimizer, example_inputs, ratio=ratio, prune_epoch=prune_epoch, target=target, inverse=inverse
+        )
         self.scope = scope
 
     def scores(self) -> list[Tensor]:

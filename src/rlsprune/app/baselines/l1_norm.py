@@ -29,6 +29,8 @@ class L1Norm(Structured):
         example_inputs: What the network is traced with.
         ratio: The share of every hidden layer that goes.
         prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin.
+        target: As of `Structured`.
+        inverse: As of `Structured`.
 
     Examples:
         >>> import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class NetSlimming(Structured):
         example_inputs: What the network is traced with.
         ratio: The share that goes, of the channels and of the nodes.
         prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin, which keeps the penalty.
+        target: As of `Structured`.
+        inverse: As of `Structured`.
         penalty: λ of the L1 penalty.
     """
 
@@ -55,11 +57,15 @@ class NetSlimming(Structured):
         *,
         ratio: float,
         prune_epoch: int | None,
+        target: Mapping[str, float] | None = None,
+        inverse: str = "schur",
         penalty: float = 1e-4,
     ) -> None:
         if not 0 <= penalty < float("inf"):
             raise ValueError(f"penalty={penalty} is not valid: give a number of at least 0")
-        super().__init__(model, optimizer, example_inputs, ratio=ratio, prune_epoch=prune_epoch)
+        super().__init__(
+            model, optimizer, example_inputs, ratio=ratio, prune_epoch=prune_epoch, target=target, inverse=inverse
+        )
         self.penalty = penalty
         without = [group.name for group in self.groups if not _norms(group)]
         if len(without) == len(self.groups):

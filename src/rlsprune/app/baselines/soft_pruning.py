@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from rlsprune.app.baselines.common import Rival
-from rlsprune.app.baselines.zeroing import layer_weights, smallest, zero_out
+from rlsprune.app.baselines.zeroing import hold_at_zero, layer_weights, smallest, zero_out
 from rlsprune.prune.event import PruneEvent
 
 __all__ = ["SoftPruning"]
@@ -35,5 +35,9 @@ class SoftPruning(Rival):
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent:
         """Set the smallest weights of every layer to zero."""
-        masks = {name: smallest([weight], self.ratio)[0] for name, weight in layer_weights(self.model).items()}
-        return zero_out(self.model, self.example_inputs, masks, epoch, loss)
+        for copy in self.copies:
+            hold_at_zero(layer_weights(copy), self._smallest(copy))
+        return zero_out(self.model, self.example_inputs, self._smallest(self.model), epoch, loss)
+
+    def _smallest(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: smallest([weight], self.ratio)[0] for name, weight in layer_weights(model).items()}

@@ -44,6 +44,8 @@ class WeightLevel(OneShot):
     def prune(self, epoch: int, loss: float) -> PruneEvent:
         """Choose the weights that go and set them to zero."""
         self._zeroed = dict(zip(self._weights, smallest(list(self._weights.values()), self.ratio), strict=True))
+        for copy in self.copies:
+            hold_at_zero(layer_weights(copy), self._zeroed)
         return zero_out(self.model, self.example_inputs, self._zeroed, epoch, loss)
 
     def state_dict(self) -> dict[str, Any]:

@@ -49,6 +49,20 @@ def smallest(weights: Sequence[Tensor], ratio: float) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+def ratio_at(model: nn.Module, target: float) -> float:
+    """The share of the weights to set to zero, so that this share of all parameters is left.
+
+    Raises:
+        ValueError: What is no weight is already more than that.
+    """
+    params = sum(parameter.numel() for parameter in model.parameters())
+    weights = sum(weight.numel() for weight in layer_weights(model).values())
+    left = target * params - (params - weights)
+    if left < 1:
+        raise ValueError(f"target={target} cannot be reached: biases and norms are {params - weights} parameters")
+    return 1 - left / weights
+
+
 def zero_out(
     model: nn.Module, example_inputs: Tensor, zeroed: Mapping[str, Tensor], epoch: int, loss: float
 ) -> PruneEvent:

@@ -43,16 +43,18 @@ def execute(
     path: Path,
     train: Callable[[RunFolder, Observer], Summary],
     shown: Shown,
-    deliver: Callable[[RunFolder, Summary], object] = lambda folder, summary: None,
+    pictures: Callable[[Summary], dict[str, Callable[[Path], object]]] = lambda summary: {},
 ) -> None:
-    """Runs, or goes on with a run, and writes its page. Of several processes only rank 0 writes and speaks.
+    """Runs, or goes on with a run, and writes its page; of a finished run, what is missing.
+
+    Of several processes only rank 0 writes and speaks.
 
     Args:
         command: "run" or "fit", to say how to go on.
         path: The run's folder.
         train: Gives the summary; called with the folder and who watches.
         shown: What is said meanwhile and in the end.
-        deliver: Writes further files; called before the page is written.
+        pictures: Further files: name → what writes it.
     """
     from rlsprune.app.cli.terminal import describe, observer
     from rlsprune.app.report import write_report
@@ -67,9 +69,12 @@ def execute(
         raise
     if not leads():
         return
-    if not finished or not (path / "report.html").exists():
-        deliver(folder, summary)
-        write_report([path], path / "report.html")
+    files = {"report.html": lambda out: write_report([path], out), **pictures(summary)}
+    missing = [name for name in files if not finished or not (path / name).is_file()]
+    if missing:
+        with folder.locked():
+            for name in missing:
+                files[name](path / name)
     if shown.as_json:
         typer.echo(json.dumps(summary))
         return

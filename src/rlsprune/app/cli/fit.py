@@ -194,6 +194,6 @@ def _execute(config: FitConfig, path: Path, shown: Shown) -> None:
             return run_fit(config, folder, observer, lambda: terminal.observer(shown.hidden))
         except ExportError as error:  # the training stands
             typer.echo(f"No model.onnx was written: {error}", err=True)
-            return folder.read_json("summary")
+            return folder.read_summary()
 
     execute("fit", path, train, shown)

@@ -13,7 +13,8 @@ import typer
 
 from rlsprune.app.config.base import GATES, OPTIMIZERS
 from rlsprune.app.config.losses import LOSSES
-from rlsprune.app.config.settings import ON_FAULT, OURS
+from rlsprune.app.config.recipes import RECIPES
+from rlsprune.app.config.settings import ON_FAULT, OURS, TARGETS
 from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
 
 
@@ -46,7 +47,7 @@ OptimizerName = Annotated[
     str | None,
     typer.Option(
         "--optimizer",
-        help=f"The optimizer of the methods rls, scratch and none: {_choices(OPTIMIZERS)}. Default: rls.",
+        help=f"One of {_choices(OPTIMIZERS)}. Default: sgd for the rivals, rls for all else.",
         autocompletion=completing(OPTIMIZERS),
     ),
 ]
@@ -56,6 +57,25 @@ PresetName = Annotated[
         "--preset",
         help="How long to train: short (made for a CPU) or paper (200 epochs).",
         autocompletion=completing(PRESETS),
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help=f"How to train: {_choices(RECIPES)} (images, loss, schedule, average of the weights, epochs). Default: "
+        "ours for rls and scratch, paper for all else.",
+        autocompletion=completing(RECIPES),
+    ),
+]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", help="The learning rate. Default: what suits experiment and optimizer.")
+]
+CpuSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--cpu-seconds",
+        help="Processor time to train for, instead of --epochs; the rate falls and pruning ends by the time used.",
     ),
 ]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="How many epochs to train. Default: the preset's.")]
@@ -71,7 +91,18 @@ RivalRatio = Annotated[
 ]
 Target = Annotated[
     float | None,
-    typer.Option("--target", help="The share of the parameters at which rls stops pruning. Default: the experiment's."),
+    typer.Option(
+        "--target",
+        help="The share of the parameters at which rls stops, or that a rival leaves. Default: the experiment's.",
+    ),
+]
+TargetOf = Annotated[
+    str | None,
+    typer.Option(
+        "--target-of",
+        help=f"What --target is a share of: {_choices(TARGETS)}. Default: params.",
+        autocompletion=completing(TARGETS),
+    ),
 ]
 Tolerance = Annotated[
     float | None,
@@ -121,7 +152,7 @@ Augment = Annotated[
     bool | None,
     typer.Option(
         "--augment/--no-augment",
-        help="Shift images at random, and mirror those of CIFAR-10. Default: on for rls and scratch.",
+        help="Shift images at random, and mirror those of CIFAR-10. Default: the recipe's.",
     ),
 ]
 DataDir = Annotated[
@@ -166,9 +197,14 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 def _training(
     preset: PresetName = "short",
+    recipe: RecipeName = None,
+    optimizer: OptimizerName = None,
+    lr: LearningRate = None,
     epochs: Epochs = None,
+    cpu_seconds: CpuSeconds = None,
     warmup_epochs: Warmup = None,
     target: Target = None,
+    target_of: TargetOf = None,
     tolerance: Tolerance = None,
     allocate: Allocate = None,
     gate: GateName = None,

@@ -23,7 +23,7 @@ EXAMPLES = """Examples: `rlsprune plan vgg16 --world-size 8 --batch 256` ·
 `rlsprune plan my_module:build_model --rank 8 --memory 16` ·
 `rlsprune plan resnet50 --world-size 64 --gflops 15000 --gbytes 1200`"""
 
-_BUILT_IN = ("vgg16", "resnet50")
+_BUILT_IN = ("vgg16", "resnet50", "vit_large")
 
 
 def plan(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +34,6 @@ def run(
     training: dict[str, Any],
     experiment: options.ExperimentName = "digits-fnn",
     method: options.MethodName = "rls",
-    optimizer: options.OptimizerName = None,
     ratio: options.Ratio = None,
     rival_ratio: options.RivalRatio = None,
     prune_epoch: options.PruneEpoch = None,
@@ -62,7 +63,6 @@ def run(
         return
     settings = {"seed": seed, **options.settings(training)}
     own: dict[str, Any] = {
-        "optimizer": optimizer,
         "ratio": ratio,
         "rival_ratio": rival_ratio,
         "prune_epoch": prune_epoch,
@@ -79,15 +79,16 @@ def _execute(config: RunConfig, path: Path, shown: Shown) -> None:
     def train(folder: RunFolder, observer: Observer) -> dict[str, Any]:
         from rlsprune.app.experiments.recipe import run as run_experiment
 
-        return folder.read_json("summary") if folder.finished else run_experiment(config, folder, observer)
+        return folder.read_summary() if folder.finished else run_experiment(config, folder, observer)
 
-    def deliver(folder: RunFolder, summary: dict[str, Any]) -> None:
-        if summary.get("mean_input") is not None:  # pixels were pruned
-            from rlsprune.app.experiments.figures import draw_pixels
+    def pictures(summary: dict[str, Any]) -> dict[str, Callable[[Path], object]]:
+        if summary.get("mean_input") is None:
+            return {}  # no pixels were pruned
+        from rlsprune.app.experiments.figures import draw_pixels
 
-            draw_pixels(summary, folder.path / "pixels.png")
+        return {"pixels.png": partial(draw_pixels, summary)}
 
-    execute("run", path, train, shown, deliver)
+    execute("run", path, train, shown, pictures)
 
 
 def _run_of_shape(settings: dict[str, Any], experiment: str, folder: Path, quiet: bool) -> Path:

@@ -52,6 +52,8 @@ class BaseConfig:
     training: TrainingSettings
     on_fault: str = "raise"
     deterministic: bool = False
+    cpu_seconds: float | None = None
+    """The processor time after which the run ends, instead of after `epochs`, which then only set the patience."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -66,6 +68,7 @@ class BaseConfig:
             parse_augmentation(self.augment)
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):
             self._check_least(name, least)
+        check_option("cpu_seconds", self.cpu_seconds, self.cpu_seconds is None or self.cpu_seconds > 0, "above 0")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 from rlsprune.model.arguments import check_argument
 
-__all__ = ["ON_FAULT", "OURS", "RANK", "PruningSettings", "TrainingSettings", "check_option"]
+__all__ = ["ON_FAULT", "OURS", "RANK", "TARGETS", "PruningSettings", "TrainingSettings", "check_option"]
 
 ON_FAULT = ("raise", "skip", "rollback")
 """What a run does about a NaN, an infinity or a loss that diverges: it stops, leaves the batch out, or goes back to its
 last checkpoint with half the step."""
+
+TARGETS = ("params", "flops")
+"""What a target is a share of."""
 
 
 def check_option(name: str, value: object, valid: bool, expected: str) -> None:
@@ -38,15 +41,18 @@ class PruningSettings:
     tolerance: float
     """How far above the least loss at any prune, as a share of it, the gate still opens; 0 for below it."""
     target: float | None
-    """The share of the parameters at which pruning ends; None for no end but the gate's."""
+    """The share of the parameters, or FLOPs, at which pruning ends; None for no end but the gate's."""
     reunite: bool
     """Whether the images held out for the gate are trained on once pruning has ended."""
     allocate: bool = False
     """Whether an event takes from each layer what costs the held-out loss least, instead of ξ from all of them."""
+    target_of: str = "params"
+    """What the target is a share of: one of `TARGETS`."""
 
     def __post_init__(self) -> None:
         check_option("ratio", self.ratio, 0 < self.ratio < 1, "in (0, 1)")
         check_option("target", self.target, self.target is None or 0 < self.target < 1, "in (0, 1)")
+        check_option("target_of", self.target_of, self.target_of in TARGETS, f"one of {', '.join(TARGETS)}")
         check_option("tolerance", self.tolerance, 0 <= self.tolerance < math.inf, "a number, at least 0")
         check_option("gate", self.gate, not self.allocate or self.gate == "valid", "valid with --allocate")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.app.experiments.paper import TABLES
-from rlsprune.app.experiments.queue import TWINS, PlannedRun, twin_of
+from rlsprune.app.experiments.queue import PlannedRun
 from rlsprune.app.experiments.registry import experiment
 from rlsprune.app.run.folder import RunFolder
 
@@ -43,13 +43,14 @@ def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
     labels = list(dict.fromkeys(run.label for run in runs))
     folders = {label: [run.folder for run in runs if run.label == label] for label in labels}
     columns = {label: _column(paths) for label, paths in folders.items()}
-    methods = [label for label in labels if label not in TWINS]
-    unpruned = {label: columns[label] for label in labels if label in TWINS}
+    methods = {run.label: run.twin for run in runs if run.twin is not None}
+    unpruned = {label: columns[label] for label in labels if label not in methods}
     if not unpruned:
-        raise ValueError(f"none of the finished runs is unpruned: run one of {', '.join(TWINS)} first")
-    for label in methods:
-        twin = unpruned.get(twin_of(label))
-        columns[label]["unpruned"] = None if twin is None else {key: twin[key] for key in ("accuracy", "loss")}
+        wanted = ", ".join(dict.fromkeys(filter(None, methods.values())))
+        raise ValueError(f"none of the finished runs is unpruned: run one of {wanted} first")
+    for label, twin in methods.items():
+        found = unpruned.get(twin or "")
+        columns[label]["unpruned"] = None if found is None else {key: found[key] for key in ("accuracy", "loss")}
     table = experiment(name).table
     return {
         "experiment": name,
@@ -65,7 +66,7 @@ def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
 def _column(paths: Iterable[Path]) -> dict[str, Any]:
     folders = [RunFolder(path) for path in paths]
-    summaries = [folder.read_json("summary") for folder in folders]
+    summaries = [folder.read_summary() for folder in folders]
     events = [event for folder in folders for event in folder.read_lines("events") if event["kind"] == "prune"]
     lost = [event["accuracy_before"] - event["accuracy_after"] for event in events]
     waits = [event["epochs_to_recover"] for event in events if event["epochs_to_recover"] is not None]

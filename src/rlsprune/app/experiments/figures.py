@@ -15,7 +15,7 @@ from rlsprune.io.atomic import replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_comparison", "draw_front", "draw_pixels", "draw_sweep"]
+__all__ = ["draw_comparison", "draw_costs", "draw_front", "draw_pixels", "draw_sweep"]
 
 _PANELS = (
     ("nodes_percent", "retained nodes (%)"),
@@ -81,6 +81,37 @@ def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, pa
             values = [line[key] for metrics in curves.values() for line in metrics[len(metrics) // 10 :]]
             axes.set_ylim(max(0.0, np.percentile(values, 2) - 1), min(100.0, max(values) + 0.5))
     figure.axes[0].legend(title="ξ")
+    _save(figure, path)
+
+
+def draw_costs(curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], title: str, path: Path) -> None:
+    """Accuracy against weights, FLOPs and processor time: a line for each method, a point for each size.
+
+    Args:
+        curves: Method → for each size, largest first, the accuracies and costs of its runs.
+        title: Above the panels.
+        path: The picture's file; its ending says which kind.
+    """
+    figure = _figure(14, 4.6)
+    figure.suptitle(title)
+    costs = (*_COSTS[:2], ("cpu_seconds", "processor time (s)"))
+    for axes, (key, label) in zip(figure.subplots(1, len(costs), sharey=True), costs, strict=True):
+        for number, (name, points) in enumerate(curves.items()):
+            axes.errorbar(
+                [np.mean(point[key]) for point in points],
+                [np.mean(point["accuracy"]) for point in points],
+                yerr=[np.std(point["accuracy"], ddof=1) if len(point["accuracy"]) > 1 else 0.0 for point in points],
+                marker="osD^v<>P*XhH"[number % 12],
+                markersize=4,
+                color=f"C{number % 10}",
+                linewidth=2.0 if name.startswith("rls") else 1.0,
+                label=name,
+            )
+        axes.set(xlabel=label, xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3, which="both")
+    figure.axes[0].set_ylabel("accuracy (%)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     _save(figure, path)
 
 

@@ -20,6 +20,8 @@ __all__ = ["RunFailedError", "Runner", "check_result", "check_settings", "run_al
 
 Done = Callable[[PlannedRun, dict[str, Any], bool], None]
 """Called with a run, its summary, and whether it had been finished before."""
+Failed = Callable[[PlannedRun, "RunFailedError"], None]
+"""Called with a run that failed, and how."""
 
 
 class RunFailedError(RuntimeError):
@@ -40,7 +42,13 @@ class Runner(Protocol):
         """Ends all that are under way."""
 
 
-def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | None = None) -> None:
+def run_all(
+    runs: Sequence[PlannedRun],
+    jobs: int,
+    done: Done,
+    runner: Runner | None = None,
+    failed: Failed | None = None,
+) -> None:
     """Runs everything that is not finished yet, `jobs` at a time.
 
     Args:
@@ -48,10 +56,13 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
         jobs: How many at a time.
         done: Told about each run, in the order in which they end.
         runner: Where they are executed; None for processes on this machine.
+        failed: Told about each run that failed, and the others go on; None to end with the first. A run that waits for
+            one that does not finish is left out.
 
     Raises:
         ValueError: A folder holds a run with other settings.
-        RunFailedError: A run failed. The others that had been started are ended too; all can be resumed.
+        RunFailedError: A run failed, and `failed` is None. The others that had been started are ended too; all can be
+            resumed.
     """
     for run in runs:
         check_settings(run.folder, run.config)
@@ -59,7 +70,7 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
     for run in runs:
         folder = RunFolder(run.folder)
         if folder.finished:
-            done(run, folder.read_json("summary"), True)
+            done(run, folder.read_summary(), True)
         else:
             waiting.append(run)
     runner = runner or _Processes()
@@ -71,10 +82,18 @@ def run_all(runs: Sequence[PlannedRun], jobs: int, done: Done, runner: Runner | 
                     if len(active) < jobs:
                         waiting.remove(run)
                         active[pool.submit(runner.execute, run)] = run
+                if not active:
+                    return  # what is left waits for a run that failed
                 for future in wait(active, return_when=FIRST_COMPLETED).done:
                     run = active.pop(future)
-                    future.result()
-                    done(run, RunFolder(run.folder).read_json("summary"), False)
+                    try:
+                        future.result()
+                    except RunFailedError as error:
+                        if failed is None:
+                            raise
+                        failed(run, error)
+                        continue
+                    done(run, RunFolder(run.folder).read_summary(), False)
         except BaseException:
             runner.end()
             raise

@@ -1,23 +1,24 @@
-"""The network of an experiment's run, its learning rate and its pruning method."""
+"""The network of an experiment's run and its pruning method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, SoftPruning, WeightLevel
-from rlsprune.app.config.base import LEARNING_RATES
+from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, RandomChoice, SoftPruning, WeightLevel
+from rlsprune.app.baselines.zeroing import ratio_at
 from rlsprune.app.config.experiment import RunConfig
-from rlsprune.app.experiments.registry import BASELINES, experiment
+from rlsprune.app.experiments.registry import BASELINES, ZEROING, experiment
 from rlsprune.app.run import build
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.method import Method
 from rlsprune.io import modelfile
 
-__all__ = ["build_method", "build_model", "learning_rate", "take_shape"]
+__all__ = ["build_method", "build_model", "take_shape"]
 
 
 def build_model(config: RunConfig) -> nn.Module:
@@ -30,23 +31,32 @@ def build_model(config: RunConfig) -> nn.Module:
     return model
 
 
-def learning_rate(config: RunConfig) -> float:
-    """The experiment's for RLS (lower with batch norm); for the others what suits training from scratch."""
-    return experiment(config.experiment).rate if config.optimizer == "rls" else LEARNING_RATES[config.optimizer][0]
-
-
 def build_method(config: RunConfig, model: nn.Module, optimizer: Optimizer, example_inputs: Tensor) -> Method:
     """What prunes: one of the rivals, with the experiment's ratio, or what any run may have."""
     if config.method not in BASELINES:
         return build.build_method(config, model, optimizer, example_inputs)
     chosen, when, asked = experiment(config.experiment), config.prune_epoch, config.rival_ratio
-    if config.method == "soft-pruning":
-        return SoftPruning(model, example_inputs, ratio=asked or chosen.soft_ratio)
-    if config.method == "weight-level":
-        return WeightLevel(model, example_inputs, ratio=asked or chosen.weight_ratio, prune_epoch=when)
-    rivals: dict[str, Callable[..., Method]] = {"l1-norm": L1Norm, "net-slimming": NetSlimming, "depgraph": DepGraph}
-    structured = rivals[config.method]
-    return structured(model, optimizer, example_inputs, ratio=asked or chosen.structured_ratio, prune_epoch=when)
+    if config.method in ZEROING:
+        own = {"soft-pruning": chosen.soft_ratio, "weight-level": chosen.weight_ratio}[config.method]
+        ratio = asked or (own if config.rival_target is None else ratio_at(model, config.rival_target))
+        if config.method == "soft-pruning":
+            return SoftPruning(model, example_inputs, ratio=ratio)
+        return WeightLevel(model, example_inputs, ratio=ratio, prune_epoch=when)
+    rivals: dict[str, Callable[..., Method]] = {
+        "l1-norm": L1Norm,
+        "net-slimming": NetSlimming,
+        "depgraph": DepGraph,
+        "random": partial(RandomChoice, seed=config.seed),
+    }
+    return rivals[config.method](
+        model,
+        optimizer,
+        example_inputs,
+        ratio=asked or chosen.structured_ratio,
+        prune_epoch=when,
+        target=None if config.rival_target is None else {config.rival_target_of: config.rival_target},
+        inverse=chosen.pruning.inverse,
+    )
 
 
 def take_shape(model: nn.Module, folder: RunFolder) -> None:

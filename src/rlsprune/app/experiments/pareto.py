@@ -86,16 +86,17 @@ def shrink_run(
         on_point(points[-1])
 
     def written(finished: bool) -> Mapping[str, Any]:
-        chosen = max(number for number, point in enumerate(points) if point["within"])
+        front = sorted(points, key=lambda point: -int(point["params"]))
+        chosen = max(number for number, point in enumerate(front) if point["within"])
         result = {
             "run": dict(recipe.title),
             "settings": asdict(settings),
             "finished": finished,
             "chosen": chosen,
-            "front": points,
+            "front": front,
         }
         if len(points) > 1:
-            draw_front(points, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
+            draw_front(front, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
         RunFolder(out).write_json("pareto", result)
         return result
 

@@ -10,23 +10,16 @@ from typing import Any
 from rlsprune.app.config.experiment import RunConfig, make_config
 from rlsprune.app.experiments.registry import BASELINES, METHODS
 
-__all__ = ["COMPARED", "TWINS", "PlannedRun", "comparison", "sweep", "twin_of"]
+__all__ = ["COMPARED", "PlannedRun", "comparison", "sweep", "twin_of"]
 
 COMPARED = tuple(method for method in METHODS if method != "none")
 """What a comparison compares."""
 
-TWINS: dict[str, dict[str, Any]] = {
-    "rls-unpruned": {"method": "none", "optimizer": "rls", "like_rls": True},
-    "none-rls": {"method": "none", "optimizer": "rls"},
-    "none-sgd": {"method": "none", "optimizer": "sgd"},
-    "net-slimming-unpruned": {"method": "net-slimming", "unpruned": True},
-}
-"""The unpruned networks that the pruned ones are held against."""
-
 _FOR = {
     "ratio": ("rls", "rls-paper"),
     "rival_ratio": BASELINES,
-    **dict.fromkeys(("target", "tolerance", "allocate"), ("rls",)),
+    **dict.fromkeys(("target", "target_of"), ("rls", *BASELINES)),
+    **dict.fromkeys(("tolerance", "allocate"), ("rls",)),
 }
 """Option → the methods that it is for."""
 
@@ -41,13 +34,21 @@ class PlannedRun:
     folder: Path
     after: Path | None = None
     """The folder of a run that has to be finished first."""
+    twin: str | None = None
+    """The label of its unpruned twin; None if it is one itself."""
 
 
-def twin_of(method: str) -> str:
-    """The unpruned twin of a method."""
-    if method == "net-slimming":
-        return "net-slimming-unpruned"
-    return {"rls": "rls-unpruned", "scratch": "rls-unpruned", "rls-paper": "none-rls"}.get(method, "none-sgd")
+def twin_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
+    """The label of a run's unpruned twin, which is trained alike, and what `make_config` makes it of."""
+    alike: dict[str, Any] = {"recipe": config.recipe, "optimizer": config.optimizer}
+    if config.method == "net-slimming":
+        label = "net-slimming-unpruned"
+        alike |= {"method": "net-slimming", "unpruned": True}
+    else:
+        label = "rls-unpruned" if alike == {"recipe": "ours", "optimizer": "rls"} else f"none-{config.optimizer}"
+        alike |= {"method": "none"}
+    own = config.recipe == "paper" or label == "rls-unpruned"
+    return (label if own else f"{label}-{config.recipe}"), alike
 
 
 def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Path, **options: Any) -> list[PlannedRun]:
@@ -58,7 +59,8 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         methods: Some of `COMPARED`.
         seeds: One run each.
         out: The folder that holds the runs' folders.
-        **options: As `make_config` takes them; those that are only for some methods go to these.
+        **options: As `make_config` takes them; those that are only for some methods go to these, and none of those to
+            the twins.
     """
     methods = list(dict.fromkeys(methods))
     special = {option: options.pop(option, None) for option in _FOR}
@@ -68,14 +70,17 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
         if value is not None and not set(_FOR[option]) & set(methods):
             named = option.replace("_", "-")
             raise ValueError(f"--{named} is for {', '.join(_FOR[option])}, not for {', '.join(methods)}: leave it out")
-    twins = list(dict.fromkeys(map(twin_of, methods)))
     runs = []
     for seed in seeds:
-        for label in [*twins, *methods]:
-            settings = TWINS.get(label, {"method": label})
-            own = {option: value for option, value in special.items() if label in _FOR[option]}
-            config = make_config(name, seed=seed, **settings, **own, **options)
-            runs.append(PlannedRun(label, config, _folder(out, label, seed)))
+        twins, pruned = {}, []
+        for method in methods:
+            own = {option: value for option, value in special.items() if method in _FOR[option]}
+            config = make_config(name, method, seed=seed, **own, **options)
+            label, settings = twin_of(config)
+            twins[label] = make_config(name, seed=seed, **{**options, **settings})
+            pruned.append(PlannedRun(method, config, _folder(out, method, seed), twin=label))
+        runs += [PlannedRun(label, config, _folder(out, label, seed)) for label, config in twins.items()]
+        runs += pruned
     return [_after_rls(run, out) if run.label == "scratch" else run for run in runs]
 
 

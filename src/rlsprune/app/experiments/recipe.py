@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from rlsprune.app import data
+from rlsprune.app.config.base import HELD_OUT_SHARE
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.data.datasets import Dataset, stratified_choice
-from rlsprune.app.experiments.methods import build_method, build_model, learning_rate, take_shape
+from rlsprune.app.experiments.methods import build_method, build_model, take_shape
 from rlsprune.app.experiments.registry import experiment
 from rlsprune.app.run.build import build_recipe, hold_out
 from rlsprune.app.run.execute import train_and_prune
@@ -40,6 +41,10 @@ def run(config: RunConfig, folder: RunFolder, observer: Observer | None = None) 
 def load_data(config: RunConfig) -> Dataset:
     """The experiment's data set in memory, on the run's device, cut and split as the config says."""
     loaded = data.load(experiment(config.experiment).dataset, config.data_dir, config.verify)
+    if config.test_on == "held-out":
+        apart = loaded.hold_out(max(1, round(HELD_OUT_SHARE * len(loaded.train))), seed=1)
+        assert apart.valid is not None
+        loaded = replace(apart, test=apart.valid, valid=None)
     if config.train_images is not None and config.train_images < len(loaded.train):
         loaded = loaded.take(config.train_images)
     if config.test_images is not None and config.test_images < len(loaded.test):
@@ -60,7 +65,7 @@ def make_recipe(config: RunConfig, loaded: Dataset) -> Recipe:
         title={"preset": config.preset},
         data=loaded,
         layout="channels-last" if experiment(config.experiment).convolutional else "flat",
-        lr=learning_rate(config),
+        lr=config.rate,
         build_model=lambda: build_model(config),
         prepare=prepare,
         method=partial(build_method, config),

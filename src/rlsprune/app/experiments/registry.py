@@ -11,9 +11,11 @@ from rlsprune.app.config.settings import OURS, RANK, PruningSettings, TrainingSe
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BASELINES", "EXPERIMENTS", "METHODS", "PRESETS", "Experiment", "Preset", "experiment"]
+__all__ = ["BASELINES", "EXPERIMENTS", "METHODS", "PRESETS", "ZEROING", "Experiment", "Preset", "experiment"]
 
-BASELINES = ("l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph")
+BASELINES = ("l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph", "random")
+ZEROING = ("soft-pruning", "weight-level")
+"""Those that set weights to zero and leave the FLOPs as they are."""
 METHODS = ("rls", "rls-paper", *BASELINES, "scratch", "none")
 PRESETS = ("short", "paper")
 
@@ -24,11 +26,11 @@ class Preset:
 
     epochs: int
     small_epochs: int | None = None
-    """Those of `rls` and `scratch`, whose epochs are cheap once their networks are small; None for as many."""
+    """Those of the recipe "ours": the epochs of `rls` are cheap once its network is small. None for as many."""
     warmup_epochs: int
     """q: epochs before the first prune."""
     small_warmup_epochs: int | None = None
-    """That of `rls`; None for the same."""
+    """That of the recipe "ours"; None for the same."""
     train_images: int | None = None
     """None for all."""
     test_images: int | None = None
@@ -38,11 +40,11 @@ class Preset:
     augmentation: str
     """What augmenting means here, as `parse_augmentation` reads it: digits are not mirrored."""
     augment: bool = False
-    """Whether all methods are trained with it by default; `rls`, `scratch` and their unpruned twin are."""
+    """Whether the recipe "paper" has it too; "ours" always has."""
 
-    def length(self, small: bool) -> tuple[int, int]:
-        """Epochs and q: those of `rls` and `scratch`, or of the others."""
-        epochs, warmup = (self.small_epochs, self.small_warmup_epochs) if small else (None, None)
+    def length(self, ours: bool) -> tuple[int, int]:
+        """Epochs and q: those of the recipe "ours", or of "paper"."""
+        epochs, warmup = (self.small_epochs, self.small_warmup_epochs) if ours else (None, None)
         return self.epochs if epochs is None else epochs, self.warmup_epochs if warmup is None else warmup
 
 
@@ -57,14 +59,14 @@ class Experiment:
     table: int | None
     """The number of the paper's table."""
     structured_ratio: float
-    """What l1-norm, net slimming and DepGraph remove of each hidden layer."""
+    """What l1-norm, net slimming, DepGraph and random choice remove of each hidden layer."""
     weight_ratio: float
     """What weight-level pruning zeroes out."""
     soft_ratio: float
     """What soft pruning zeroes out in every epoch."""
     presets: Mapping[str, Preset]
     training: TrainingSettings
-    """Of `rls`, of its unpruned twin and of `scratch`."""
+    """Of the recipe "ours"."""
     pruning: PruningSettings
     """Of `rls`."""
     loss: str = "mse"

@@ -59,11 +59,11 @@ def fit(
     """
     loaded = load_own_data(config)
     recipe = make_own_recipe(config, loaded)
-    summary = folder.read_json("summary") if folder.finished else train_and_prune(recipe, folder, observer)
+    summary = folder.read_summary() if folder.finished else train_and_prune(recipe, folder, observer)
     if config.baseline and "unpruned_accuracy" not in summary:
         twin, beside = config.unpruned(), type(folder)(folder.path / "unpruned")
         unpruned = (
-            beside.read_json("summary")
+            beside.read_summary()
             if beside.finished
             else train_and_prune(make_own_recipe(twin, load_own_data(twin)), beside, baseline_observer())
         )

@@ -10,16 +10,14 @@ import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.run.recipe import Layout
-from rlsprune.io import modelfile
+from rlsprune.io import modelfile, tensorfile
 from rlsprune.io.atomic import FileError
 from rlsprune.model.arguments import quoted
 
@@ -150,38 +148,60 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     if not path.is_file():
         raise FileError(path, "there is no such file", "give a .safetensors or .pt file with the model's weights")
-    if path.suffix != ".safetensors":
-        tensors = _read_pickle(path, model.state_dict())
-    elif _is_ours(path):
+    own = model.state_dict()
+    tensors = _read_safetensors(path, own) if path.suffix == ".safetensors" else _read_pickle(path, own)
+    if tensors is None:
         modelfile.load(path, into=model)
-        return
     else:
-        tensors = load_file(path)
-    _check_fit(path, tensors, model.state_dict())
-    model.load_state_dict(tensors)
+        model.load_state_dict(tensors)
 
 
-def _check_fit(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+class _Outline(NamedTuple):
+    """What a file says about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None if it is none that weights have."""
+    dense: bool = True
+
+
+def _check_fit(path: Path, tensors: Mapping[str, _Outline], own: Mapping[str, Tensor]) -> None:
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or unexpected:
         parts = [f"lacks {quoted(missing)}"] if missing else []
         parts += [f"has {quoted(unexpected)}, which the model has not"] if unexpected else []
         raise FileError(path, " and ".join(parts), "give the weights of this very model")
     for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
+        if tensor.shape != tuple(own[name].shape):
             raise FileError(
                 path,
-                f"{name!r} is {tuple(tensor.shape)} in it and {tuple(own[name].shape)} in the model",
+                f"{name!r} is {tensor.shape} in it and {tuple(own[name].shape)} in the model",
                 "give the weights of this very model; to take only some of them, do it in the function that builds it",
             )
+        wanted, dtype = own[name].dtype, tensor.dtype
+        if not tensor.dense or dtype is None or (dtype != wanted and _kind(dtype) != _kind(wanted)):
+            found = "sparse" if not tensor.dense else str(dtype or "of an unusual type").removeprefix("torch.")
+            raise FileError(path, f"{name!r} is {found} in it and {wanted} in the model", "give dense tensors like it")
 
 
-def _is_ours(path: Path) -> bool:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return "rlsprune" in (file.metadata() or {})
-    except SafetensorError as error:
-        raise FileError(path, f"is not a sound safetensors file ({error})", "get the file again") from error
+def _kind(dtype: torch.dtype) -> str:
+    """Which types are cast to each other: floating ones, and whole numbers."""
+    return "floating" if dtype.is_floating_point else str(dtype) if dtype == torch.bool or dtype.is_complex else "whole"
+
+
+def _read_safetensors(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The tensors of a file that another program wrote, looked at before they are read; None for one of ours."""
+    dtypes = {name: dtype for dtype, name in tensorfile.DTYPES.items()}
+    with tensorfile.opened(path, "get the file again") as file:
+        if "rlsprune" in (file.metadata() or {}):
+            return None
+        entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        _check_fit(
+            path,
+            {name: _Outline(tuple(e.get_shape()), dtypes.get(e.get_dtype())) for name, e in entries.items()},
+            own,
+        )
+        return {name: file.get_tensor(name).clone() for name in entries}
 
 
 def _read_pickle(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -206,7 +226,11 @@ def _read_pickle(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise FileError(path, "it holds something else than tensors by name", remedy)
         if not all(isinstance(name, str) for name in content):
             raise FileError(path, "it holds tensors under names that are not text", remedy)
-        _check_fit(path, content, own)
+        outlines = {
+            name: _Outline(tuple(tensor.shape), tensor.dtype, tensor.layout == torch.strided)
+            for name, tensor in content.items()
+        }
+        _check_fit(path, outlines, own)
     return dict(content)
 
 

@@ -1,10 +1,11 @@
-"""Two well-known networks at ImageNet size, for planning: layers and sizes are theirs, weights are not trained."""
+"""Well-known networks at ImageNet size, for planning: layers and sizes are theirs, weights are not trained."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["resnet50", "vgg16"]
+__all__ = ["resnet50", "vgg16", "vit_large"]
 
 _CLASSES = 1000
 
@@ -53,3 +54,39 @@ def resnet50() -> nn.Sequential:
             layers.append(_Bottleneck(inputs, width, 2 if number == 0 and width > 64 else 1))
             inputs = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, _CLASSES))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        out: Tensor = x + self.feed_forward(self.norm2(x))
+        return out
+
+
+class _VisionTransformer(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int, patch: int, size: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, width))
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)), nn.LayerNorm(width))
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).mT
+        tokens = torch.cat([self.token.expand(len(images), -1, -1), patches], dim=1) + self.positions
+        outputs: Tensor = self.head(self.blocks(tokens)[:, 0])
+        return outputs
+
+
+def vit_large() -> nn.Module:
+    """ViT-L/16 for 3×224×224 images (Dosovitskiy et al., 2021)."""
+    return _VisionTransformer(width=1024, depth=24, heads=16, patch=16, size=224)

@@ -119,7 +119,7 @@ def _read(path: Path, label: str) -> ReportedRun:
     # A run writes its config first, and the others after its data are loaded.
     lines = {name: _lines(folder, name) for name in ("metrics", "events")}
     environment = folder.read_json("environment") if (path / "environment.json").is_file() else {}
-    summary = folder.read_json("summary") if folder.finished else None
+    summary = folder.read_summary() if folder.finished else None
     if summary is not None:
         _check_summary(path / "summary.json", summary)
     metrics = [_epoch(path / "metrics.jsonl", number, line) for number, line in enumerate(lines["metrics"], 1)]

@@ -40,7 +40,8 @@ def build_method(config: BaseConfig, model: nn.Module, optimizer: Optimizer, exa
     """Our own pruning, or none."""
     if config.pruning is None or config.method == "none":
         return NoPruning(model, example_inputs)
-    return RLSPruning(model, optimizer, example_inputs, config.pruning, config.epochs, config.warmup_epochs)
+    epochs = config.epochs if config.cpu_seconds is None else None
+    return RLSPruning(model, optimizer, example_inputs, config.pruning, epochs, config.warmup_epochs)
 
 
 def build_recipe(
@@ -81,6 +82,7 @@ def build_recipe(
         loss=LOSSES[config.loss],
         gate=config.gate,
         epochs=config.epochs,
+        cpu_seconds=config.cpu_seconds,
         batch_size=config.batch_size,
         seed=config.seed,
         threads=config.threads,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune.app.data.datasets import Split, stratified_choice
+from rlsprune.app.run.clock import CpuClock
 from rlsprune.app.run.counting import count_retained, percent
 from rlsprune.app.run.determinism import deterministic
 from rlsprune.app.run.environment import describe_environment
@@ -69,7 +70,7 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
     try:
         observer.start(recipe.config, current.done, recipe.epochs, len(current.batches))
         observer.network(current.result, current.layers(), current.record.metrics)
-        while current.done < recipe.epochs:
+        while not current.over:
             try:
                 current.epoch(observer)
             except FloatingPointError as error:
@@ -107,6 +108,10 @@ class Run:
     def __init__(self, recipe: Recipe, folder: RunFolder, faults: Sequence[dict[str, Any]] = ()) -> None:
         self.recipe, self.folder, self.record, self.done = recipe, folder, Record(), 0
         self.share = Share(find_ranks())
+        if recipe.cpu_seconds is not None and self.share.ranks is not None:
+            raise ValueError("--cpu-seconds counts the time of one process: give --epochs, or run it without torchrun")
+        self.clock = CpuClock()
+        """Of training, pruning and the gate's loss; what the test images cost is not counted."""
         self.data = recipe.data
         self.batches = recipe.training_batches(
             self.data.train, torch.Generator().manual_seed(recipe.seed), len(self.data.train)
@@ -141,6 +146,8 @@ class Run:
     def epoch(self, observer: Observer) -> None:
         """Trains one epoch, prunes perhaps, and leaves a checkpoint."""
         started, epoch = time.perf_counter(), self.done + 1
+        before = self.clock.used
+        self.clock.start()
         if self.method.settled and self.data.valid is not None:
             self._reunite()
 
@@ -156,7 +163,7 @@ class Run:
         losses = train_epoch(
             self.network,
             self.optimizer,
-            self.batches,
+            self._batches_in_time(),
             self.share.loss_of(self.network, self.recipe.loss),
             guard=self.guard,
             after_backward=self.method.after_backward,
@@ -171,9 +178,13 @@ class Run:
         if gate_loss is not None:
             self.guard.epoch_loss("gate's", gate_loss)
         test = self._evaluate(self.data.test)
+        if self.recipe.cpu_seconds is not None:
+            self.method.spent(self.spent)
         event = None if gate_loss is None else self.method.end_epoch(epoch, gate_loss)
+        self.clock.stop()
+        self.done = epoch
         test = self._note(epoch, event, test, observer)
-        if epoch == self.recipe.epochs:
+        if self.over:
             test = self._note(epoch, self.method.finish(), test, observer)
         self.guard.epoch_loss("test", test.loss)
         counts = dict(self.method.retained())
@@ -189,13 +200,13 @@ class Run:
                 "weights_percent": weights_percent,
                 "flops_percent": percent(self._flops(), self.unpruned.flops),
                 "seconds": time.perf_counter() - started,
+                "cpu_seconds": self.clock.used - before,
                 "gate_level": self.method.gate_level(),
                 "pruned": any(event["epoch"] == epoch for event in self.record.events),
                 "pruning_ended": self.method.ended,
                 "layers": layer_rows(counts, self.unpruned.counts),
             }
         )
-        self.done = epoch
         self.share.changed(self.network)
         self.share.verify(self.model, self.result, self.optimizer)
         self.folder.save_checkpoint(epoch, self.model, self._state())
@@ -226,6 +237,17 @@ class Run:
         """The network that is evaluated and kept: the one that is trained, or the moving average of it."""
         return self.model if self._average is None else self._average.network
 
+    @property
+    def spent(self) -> float:
+        """The share of the run that is over: of its processor time if that is limited, else of its epochs."""
+        limit = self.recipe.cpu_seconds
+        return self.done / self.recipe.epochs if limit is None else self.clock.used / limit
+
+    @property
+    def over(self) -> bool:
+        """Whether the last epoch is done."""
+        return self.spent >= 1
+
     def layers(self) -> list[dict[str, Any]]:
         """What is left of every layer."""
         return layer_rows(self.method.retained(), self.unpruned.counts)
@@ -240,7 +262,7 @@ class Run:
         unpruned_ms, latency_ms = map(statistics.median, times[_LATENCY_BATCHES[-1]])
         return {
             **self.recipe.title,
-            "epochs": self.recipe.epochs,
+            "epochs": self.done,
             "accuracy": final["accuracy"],
             "loss": final["test_loss"],
             "mean_accuracy": statistics.fmean(line["accuracy"] for line in last),
@@ -253,6 +275,7 @@ class Run:
             "latency_batch": _LATENCY_BATCHES[-1],
             "speedups": [{"batch": batch, **speedup_row(*pair)} for batch, pair in times.items()],
             "seconds": sum(line["seconds"] for line in metrics),
+            "cpu_seconds": self.clock.used,
             "events": sum(event["kind"] == "prune" for event in events),
             "missed_target": self.method.missed_target(),
             "kept_inputs": kept,
@@ -290,7 +313,8 @@ class Run:
 
     def _evaluate(self, split: Split) -> Evaluation:
         batches = self.share.of_batches(self.recipe.evaluation_batches(split))
-        sums = evaluation_sums(self.result, batches, self.recipe.loss)
+        with self.clock.paused() if split is self.data.test else contextlib.nullcontext():
+            sums = evaluation_sums(self.result, batches, self.recipe.loss)
         return Evaluation.of_sums(*self.share.totals(list(sums)))
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
@@ -305,12 +329,22 @@ class Run:
             ranks.agree("the epoch to go on from", None if saved is None else saved[0])
         return saved
 
+    def _batches_in_time(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The epoch's, up to where the processor time is used up; one in any case."""
+        for batch in self.batches:
+            yield batch
+            if self.recipe.cpu_seconds is not None and self.over:
+                return
+
     def _lr_factor(self, step: int) -> float:
         """Of the learning rate, at a step counted from the beginning of the run."""
+        scale, decay = 0.5 ** rollbacks(self.guard.faults), self.recipe.training.lr_decay
+        if not decay:
+            return scale
+        if self.recipe.cpu_seconds is not None:
+            return scale * min(1.0, max(0.0, 1 - self.spent) / decay)
         steps = self.recipe.epochs * len(self.batches)
-        falling = self.recipe.training.lr_decay * steps
-        scale = 0.5 ** rollbacks(self.guard.faults)
-        return scale * min(1.0, (steps - step) / falling) if falling else scale
+        return scale * min(1.0, (steps - step) / (decay * steps))
 
     def _shorten_step(self, faults: Sequence[dict[str, Any]]) -> None:
         """For the step that comes next; those after it get theirs from `_lr_factor`."""
@@ -331,6 +365,7 @@ class Run:
             "batches": self.batches.state_dict(),
             "record": self.record.state_dict(),
             "guard": self.guard.state_dict(),
+            "cpu_seconds": self.clock.used,
             "random": torch.get_rng_state(),
             "device_random": None if self._generator is None else self._generator.get_rng_state(),
         }
@@ -344,6 +379,7 @@ class Run:
         self.batches.load_state_dict(state["batches"])
         self.record.load_state_dict(state["record"])
         self.guard.load_state_dict(state["guard"])
+        self.clock = CpuClock(state.get("cpu_seconds", 0.0))  # 0.1.0 did not count it
         torch.set_rng_state(state["random"])
         # A run that goes on on another kind of device draws its dropout, say, from there anew.
         if self._generator is not None and state.get("device_random") is not None:

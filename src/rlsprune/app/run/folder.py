@@ -21,12 +21,19 @@ from rlsprune.app.run.earlier import in_todays_words
 from rlsprune.io import modelfile
 from rlsprune.io.atomic import FileError, make_folder, read_text, replacing, storing
 from rlsprune.io.lock import exclusive
+from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["FollowedFolder", "RunFolder"]
 
 _HALF_WRITTEN = re.compile(
     r"\.(config|environment|metrics|events|faults|summary|model)\.[0-9a-f]{12}\.(jsonl?|safetensors)"
 )
+
+_IN_SUMMARY: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("experiment", "method"), (str,)),
+    **dict.fromkeys(("accuracy", "loss", "nodes_percent", "weights_percent", "flops_percent", "seconds"), (float, int)),
+    "seed": (int,),
+}
 
 
 class RunFolder:
@@ -66,6 +73,21 @@ class RunFolder:
             FileError: It is missing or damaged.
         """
         return self._parse(f"{name}.json", self._read(f"{name}.json"))
+
+    def read_summary(self) -> dict[str, Any]:
+        """Reads summary.json, and sees that it says what every reader of it needs.
+
+        Raises:
+            FileError: It is missing or damaged.
+        """
+        summary = self.read_json("summary")
+        for name, kinds in _IN_SUMMARY.items():
+            if type(summary.get(name)) not in kinds:
+                problem = f"its {name} is {str(summary.get(name))[:40]!a}"
+                raise FileError(
+                    self.path / "summary.json", problem, "remove it and resume the run, which writes it anew"
+                )
+        return summary
 
     def write_lines(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Writes `name`.jsonl, all of it: no line is ever doubled or cut."""
@@ -150,7 +172,7 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         with storing(self.path / name):
             make_folder(self.path)
-            with replacing(self.path / name) as path:
+            with uninterrupted(), replacing(self.path / name) as path:
                 path.write_text(text, encoding="utf-8")
 
     def _read(self, name: str) -> str:

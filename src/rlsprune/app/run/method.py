@@ -65,6 +65,9 @@ class Method(Protocol):
     def after_step(self) -> None:
         """The optimizer has stepped."""
 
+    def spent(self, share: float) -> None:
+        """How much of its time the run has used; told before each ``end_epoch`` of a run that has no set epochs."""
+
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """The epoch is over; may prune.
 

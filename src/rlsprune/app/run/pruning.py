@@ -26,13 +26,25 @@ class RLSPruning(NoPruning):
         optimizer: Optimizer,
         example_inputs: Tensor,
         settings: PruningSettings,
-        epochs: int,
+        epochs: int | None,
         warmup_epochs: int,
     ) -> None:
+        """Finds what can be pruned.
+
+        Args:
+            model: The network.
+            optimizer: Of its parameters.
+            example_inputs: A batch of its input; only its shape matters.
+            settings: How to prune.
+            epochs: Of the whole run; None if it is told how much of its time is used instead.
+            warmup_epochs: q.
+        """
         super().__init__(model, example_inputs)
         self._reunite, self._target, self._allocate = settings.reunite, settings.target, settings.allocate
         # However short the run, it prunes once.
-        self._last_prune = max(warmup_epochs + 1, epochs - math.ceil(epochs * settings.settle))
+        self._first_prune = warmup_epochs + 1
+        self._last_prune = math.inf if epochs is None else epochs - math.ceil(epochs * settings.settle)
+        self._settle, self._settling = settings.settle, False
         self.pruner = Pruner(
             model,
             optimizer,
@@ -44,7 +56,7 @@ class RLSPruning(NoPruning):
             inverse=settings.inverse,
             statistics=settings.statistics,
             patience=settings.patience,
-            target=None if settings.target is None else {"params": settings.target},
+            target=None if settings.target is None else {settings.target_of: settings.target},
             tolerance=settings.tolerance,
         )
 
@@ -67,10 +79,14 @@ class RLSPruning(NoPruning):
         if self._allocate:
             self.pruner.held_out_loss = held_out_loss
 
+    def spent(self, share: float) -> None:
+        """Towards the end nothing is pruned any more."""
+        self._settling = share > 1 - self._settle
+
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Prunes if the gate is open, or rolls back if it stayed shut for too long."""
         seen = len(self.pruner.history)
-        if epoch > self._last_prune:
+        if epoch > self._first_prune and (self._settling or epoch > self._last_prune):
             self.pruner.stop()  # steps still tell it whether the network has recovered
         self.pruner.step(loss)
         return self._newest(seen)

@@ -58,6 +58,8 @@ class Recipe:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     on_fault: str = "raise"
     """What to do about a numerical fault: one of `ON_FAULT`."""
+    cpu_seconds: float | None = None
+    """The processor time after which the run ends, instead of after `epochs`."""
     deterministic: bool = False
     """Whether torch may use only algorithms that give the same numbers every time; see `make_deterministic`."""
 

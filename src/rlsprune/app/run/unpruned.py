@@ -42,6 +42,9 @@ class NoPruning:
     def after_step(self) -> None:
         """Nothing to do."""
 
+    def spent(self, share: float) -> None:
+        """Does not depend on it."""
+
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Never prunes."""
         return None

@@ -1,0 +1,153 @@
+"""Running a table: rates are tuned on held-out images, then every cell is run; what is finished is not run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.config.recipes import rate_of
+from rlsprune.app.experiments.jobs import RunFailedError, run_all
+from rlsprune.app.experiments.queue import PlannedRun
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.tables.plan import ONE_SHOT, TABLES, Cell, Choice, Table
+from rlsprune.app.tables.records import Records, Tuning
+
+__all__ = ["RATES", "TableQueue"]
+
+RATES = (0.25, 0.5, 1.0, 2.0)
+"""Multiples of the default rate that are tried for every method."""
+_OTHER_RATES = (0.125, 4.0)
+_PRUNE_AT = (0.25, 0.5)
+"""With the best rate, for one-shot methods: so that all have as many trials, the others try two rates more."""
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableQueue:
+    """The runs of one table.
+
+    Args:
+        name: One of `TABLES`.
+        runs: The folder in which runs are made.
+        records: The folder in which their records are kept.
+        machine: The fields of configs that depend on the machine: `data_dir`, `verify`, `threads`, `device`.
+        say: Told what has been done.
+        limit: Cells to run at most; None for all.
+    """
+
+    name: str
+    runs: Path
+    records: Path
+    machine: dict[str, Any]
+    say: Say = print
+    limit: int | None = None
+
+    @property
+    def table(self) -> Table:
+        """What is declared."""
+        return TABLES[self.name]
+
+    @property
+    def kept(self) -> Records:
+        """The table's records."""
+        return Records(self.records / self.name)
+
+    @property
+    def tuning(self) -> Tuning:
+        """The trials of the table's experiment, which its tables share."""
+        return Tuning(self.records / f"tuning-{self.table.experiment}.json")
+
+    def tune(self, jobs: int) -> None:
+        """Makes the trials that are missing, as many for every method."""
+        for way in self.table.ways():
+            default = rate_of(self.table.experiment, way.method, way.optimizer)
+            self._try(way, [Choice(factor * default) for factor in RATES], jobs)
+            best = self.tuning.best(way)
+            if way.method in ONE_SHOT:
+                self._try(way, [Choice(best.lr, share) for share in _PRUNE_AT], jobs)
+            else:
+                self._try(way, [Choice(factor * default) for factor in _OTHER_RATES], jobs)
+
+    def run(self, jobs: int) -> None:
+        """Runs the cells that are missing, cheapest first."""
+        tuning = self.tuning
+        cells = [cell for cell in self.table.cells() if not self.kept.done(cell)]
+        runs = {}
+        for cell in cells[: self.limit]:
+            config = self._in_time(cell, tuning.best(cell))
+            if config is None:
+                self.say(f"{cell.label}: waits for rls of {self.table.timed}")
+            else:
+                runs[cell] = self._planned(cell, config, self.runs / self.name)
+        self._run(runs, jobs, self._note)
+
+    def _in_time(self, cell: Cell, choice: Choice) -> RunConfig | None:
+        """A cell's config, with the time of `rls` if the table has that; None if that is not known yet."""
+        if self.table.timed is None:
+            return self.table.config(cell, choice, **self.machine)
+        source = Records(self.records / self.table.timed)
+        of_rls = self.table.source_of(cell if cell.size else replace(cell, size=self.table.tuned_size))
+        summary = source.summary(of_rls)
+        if summary is None:
+            return None
+        return self.table.config(cell, choice, cpu_seconds=round(summary["cpu_seconds"], 1), **self.machine)
+
+    def _planned(self, cell: Cell, config: RunConfig, out: Path) -> PlannedRun:
+        folder = (out / cell.label).resolve()
+        if cell.method != "scratch":
+            return PlannedRun(cell.label, config, folder)
+        shape = (self.runs / (self.table.timed or self.name) / self.table.source_of(cell).label).resolve()
+        return PlannedRun(cell.label, replace(config, shape_from=str(shape)), folder, after=shape)
+
+    def _note(self, cell: Cell, summary: dict[str, Any] | None, error: str) -> None:
+        if summary is None:
+            self.kept.keep_failure(cell, error)
+            self.say(f"{cell.label}: failed ({error})")
+            return
+        self.kept.keep(cell, RunFolder(self.runs / self.name / cell.label))
+        self.say(f"{cell.label}: {summary['accuracy']:.2f} % with {summary['weights_percent']:.1f} % of the weights")
+
+    def _try(self, way: Cell, choices: list[Choice], jobs: int) -> None:
+        """Makes trials of one method that are missing, on held-out images."""
+        tuning = self.tuning
+        settings = {**self.table.tuning, **self.machine, "test_on": "held-out"}
+        for choice in choices:
+            if tuning.tried(way, choice):
+                continue
+            cell = replace(way, seed=0)
+            config = self.table.config(cell, choice, **settings)
+            where = f"{choice.lr:g}" if choice.prune_at is None else f"{choice.lr:g}-at-{choice.prune_at:g}"
+            planned = self._planned(cell, config, self.runs / f"tuning-{self.table.experiment}")
+            planned = replace(planned, folder=planned.folder.with_name(f"{cell.way}-{where}"))
+            if cell.method == "scratch":
+                of_rls = self.table.source_of(cell)
+                rate = tuning.best(of_rls).lr
+                shape = planned.folder.with_name(f"{of_rls.way}-{rate:g}")
+                planned = replace(planned, config=replace(planned.config, shape_from=str(shape)), after=shape)
+
+            def note(cell: Cell, summary: dict[str, Any] | None, error: str, choice: Choice = choice) -> None:
+                tuning.add(cell, choice, summary)
+                result = f"failed ({error})" if summary is None else f"{summary['accuracy']:.2f} % of held-out images"
+                self.say(f"tuning {cell.way}, {choice}: {result}")
+
+            self._run({cell: planned}, jobs, note)
+
+    def _run(
+        self, runs: dict[Cell, PlannedRun], jobs: int, note: Callable[[Cell, dict[str, Any] | None, str], None]
+    ) -> None:
+        """Runs, and tells how each ended; one that failed does not end the others."""
+        cells = {run.folder: cell for cell, run in runs.items()}
+
+        def failed(run: PlannedRun, error: RunFailedError) -> None:
+            note(cells[run.folder], None, str(error).rpartition("failed with ")[2])
+
+        run_all(
+            list(runs.values()),
+            jobs,
+            lambda run, summary, before: note(cells[run.folder], summary, ""),
+            failed=failed,
+        )
