@@ -12,6 +12,7 @@ import typer
 
 import rlsprune
 from rlsprune.app.cli import main as cli
+from rlsprune.app.cli import options
 from rlsprune.app.cli.app import app
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.experiment import make_config
@@ -186,6 +187,18 @@ def test_flags_are_shown_without_a_type(capsys: pytest.CaptureFixture[str]) -> N
         told = capsys.readouterr().out
         assert "--help" in told
         assert "bool" not in told.lower()
+
+
+@pytest.mark.parametrize(
+    ("load", "jobs", "threads"), [(0.2, 1, 8), (2.6, 1, 5), (30.0, 1, 1), (0.0, 4, 2), (30.0, 4, 1)]
+)
+def test_threads_are_the_cores_that_are_free(
+    load: float, jobs: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+    assert options.resolve("cpu", None, None, False, jobs)["threads"] == threads
+    assert options.resolve("cpu", 6, None, False, jobs)["threads"] == 6
 
 
 def test_no_threads_at_all_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,9 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Torch's threads. Default: one for small networks, all cores for others."),
+    typer.Option(
+        "--threads", min=1, help="Torch's threads. Default: the cores that the load leaves free, shared by --jobs."
+    ),
 ]
 OnFault = Annotated[
     str | None,
@@ -256,13 +258,19 @@ def resolve(
 
     jobs *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes on this machine
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "device": usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        "threads": threads or max(1, cores // jobs),
+        "threads": max(1, _free_cores() // jobs) if threads is None else threads,
         "data_dir": None if data_dir is None else str(data_dir),
         "verify": not no_verify,
     }
+
+
+def _free_cores() -> int:
+    """Cores that other work leaves free: threads that wait for a busy core slow a small network down twentyfold."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
+    return max(1, cores - busy)
 
 
 def usable_device(name: str) -> str:
