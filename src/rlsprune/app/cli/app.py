@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich  # noqa: F401  # typer does without, the progress display does not: say so before a run, not in it
 import typer
@@ -58,9 +58,19 @@ def _global(
     """Options of all commands."""
 
 
+def _show_flags_bare(command: Any) -> None:
+    """A flag takes no value; typer would say `<bool>` beside it."""
+    for parameter in command.get_params(command.context_class(command)):
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _show_flags_bare(inner)
+
+
 def execute(arguments: Sequence[str]) -> int:
     """Runs a command; usage errors are shown here, all others are raised."""
     command = typer.main.get_command(app)
+    _show_flags_bare(command)
     try:
         with joined() if started_by_torchrun() else nullcontext():
             code = command.main(args=list(arguments), prog_name="rlsprune", standalone_mode=False)

@@ -37,7 +37,13 @@ def compare(
     experiment: options.ExperimentName,
     training: dict[str, Any],
     methods: Annotated[
-        str, typer.Option("--methods", help=f"Separated by commas, of {', '.join(COMPARED)}. Default: all.")
+        str,
+        typer.Option(
+            "--methods",
+            help=f"Methods, separated by commas: {', '.join(COMPARED)}.",
+            show_default="all",
+            autocompletion=options.completing(COMPARED),
+        ),
     ] = ",".join(COMPARED),
     seeds: options.Seeds = "0",
     ratio: options.Ratio = None,
@@ -86,7 +92,10 @@ def compare(
 def sweep(
     experiment: options.ExperimentName,
     training: dict[str, Any],
-    method: Annotated[str, typer.Option("--method", help="rls or rls-paper.")] = "rls",
+    method: Annotated[
+        str,
+        typer.Option("--method", help="rls or rls-paper.", autocompletion=options.completing(("rls", "rls-paper"))),
+    ] = "rls",
     ratios: Annotated[str, typer.Option("--ratios", help="Values of ξ, separated by commas.")] = "0.2,0.3,0.4,0.5",
     seed: options.Seed = 0,
     out: options.Out = None,

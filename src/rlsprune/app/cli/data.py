@@ -8,6 +8,7 @@ import typer
 
 from rlsprune.app.cli import options
 from rlsprune.app.cli.speech import say
+from rlsprune.app.data.catalog import ENTRIES
 
 __all__ = ["app"]
 
@@ -38,7 +39,12 @@ def show(data_dir: options.DataDir = None) -> None:
 
 @app.command("get", epilog="Example: `rlsprune data get mnist`")
 def get(
-    name: Annotated[str, typer.Argument(help="A data set, as `rlsprune data list` names it.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A data set, as `rlsprune data list` names it.", autocompletion=options.completing(tuple(ENTRIES))
+        ),
+    ],
     data_dir: options.DataDir = None,
     quiet: options.Quiet = False,
 ) -> None:

@@ -31,6 +31,11 @@ class Shown:
     """The summary and nothing else."""
     tensorboard: bool = False
 
+    @property
+    def hidden(self) -> bool:
+        """Whether no progress is shown; of several processes one shows it."""
+        return self.quiet or self.as_json or not leads()
+
 
 def execute(
     command: str,
@@ -54,10 +59,9 @@ def execute(
     from rlsprune.app.report import write_report
 
     folder = folders.open_folder(path)
-    quiet = shown.quiet or shown.as_json or not leads()
     finished = folder.finished
     try:
-        summary = train(folder, observer(quiet, path / "tensorboard" if shown.tensorboard and leads() else None))
+        summary = train(folder, observer(shown.hidden, path / "tensorboard" if shown.tensorboard and leads() else None))
     except KeyboardInterrupt:
         if folder.started:
             say(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
@@ -75,7 +79,9 @@ def execute(
         return
     if finished:
         say(f"{path} is finished. {describe(summary)}")
-    if not quiet:
+    if not shown.hidden:
+        if "unpruned_accuracy" in summary:
+            say(f"Accuracy of the unpruned network, trained alike: {summary['unpruned_accuracy']:.2f} %")
         if "given_accuracy" in summary:
             say(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
         written = ("model.safetensors", "model.onnx", "pixels.png", "report.html")
