@@ -108,7 +108,7 @@ def test_benchmarks_of_finished_runs(
 ) -> None:
     config = make_config("digits-fnn", epochs=3, train_images=500)
     summary = run(config, RunFolder(tmp_path / "run"))
-    accuracy = f"{summary['final_accuracy']:.2f}"
+    accuracy = f"{summary['accuracy']:.2f}"
     start("quality.all_test_images", f"{tmp_path}/run {tmp_path}/run", monkeypatch)
     assert capsys.readouterr().out.count(f"| {accuracy} |") == 2
     start("quality.int8", f"{tmp_path}/run", monkeypatch)

@@ -86,7 +86,7 @@ def test_a_run_goes_on_to_the_numbers_it_would_have_had(files, tmp_path):
     for mine, theirs in zip(events, wanted, strict=True):
         for when in ("before", "after"):
             assert mine[f"accuracy_{when}"] == theirs[f"precision_{when}"]
-    assert folder.read_json("summary")["final_accuracy"] == ended[-1]["accuracy"]
+    assert folder.read_json("summary")["accuracy"] == ended[-1]["accuracy"]
     written = (folder.path / "metrics.jsonl").read_text() + (folder.path / "summary.json").read_text()
     assert "precision" not in written, "a resumed run is written in the words of this version"
 
@@ -102,8 +102,8 @@ def test_runs_of_the_documentation_are_read(path):
     config, written = RunConfig.from_dict(folder.read_json("config")), json_of(path)
     assert config.pruning is None or config.pruning.allocate is written["pruning"].get("spread", False)
     old, new = json_of(path.with_name("summary.json")), folder.read_json("summary")
-    assert new["accuracy"] == old["precision"]
-    assert new["final_accuracy"] == old["final_precision"]
+    assert new["accuracy"] == old["final_precision"]
+    assert (new["mean_accuracy"], new["mean_loss"]) == (old["precision"], old["loss"])
     assert [line["accuracy"] for line in folder.read_lines("metrics")] == [
         line["precision"] for line in lines(path.with_name("metrics.jsonl"))
     ]

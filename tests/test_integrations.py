@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
-from rlsprune.lightning import PruneCallback
+from rlsprune.lightning import LoadsPruned, PruneCallback
 
 
 def data() -> TensorDataset:
@@ -117,6 +117,23 @@ def test_gate_is_the_mean_training_loss(tmp_path: Path) -> None:
         assert (event.loss or 0) == pytest.approx(other.loss or 0, rel=1e-6)  # None for the roll-back at the end
     for ours, theirs in zip(module.parameters(), by_hand.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Loading(LoadsPruned, Classifier):
+    """As a user writes it."""
+
+
+@pytest.mark.parametrize("submodule", ["", "net"])
+def test_load_from_checkpoint_takes_the_shape(submodule: str, tmp_path: Path) -> None:
+    module, callback = Loading(), PruneCallback(submodule=submodule, example_inputs=torch.rand(2, 10), **SETTINGS)
+    used = trainer(tmp_path, 5, callback)
+    used.fit(module, batches())
+    used.save_checkpoint(tmp_path / "best.ckpt")
+    assert rlsprune.kept_features(module), "inputs are pruned too"
+    loaded = Loading.load_from_checkpoint(tmp_path / "best.ckpt").eval()
+    inputs = data().tensors[0]
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs), module.eval()(inputs))
 
 
 def test_checkpoint_of_a_pruned_module_goes_into_a_fresh_one(tmp_path: Path) -> None:

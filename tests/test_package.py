@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,12 @@ def test_every_public_name_is_there() -> None:
     assert set(dir(rlsprune)) == set(rlsprune.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rlsprune.nothing  # noqa: B018
+
+
+def test_api_page_has_every_public_name() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+    introduction = page[: page.index("\n## ")]
+    for name in set(rlsprune.__all__) - {"__version__"}:
+        home = getattr(rlsprune, name).__module__
+        assert f"\n::: {home}.{name}\n" in page, name
+        assert re.search(rf"`(rlsprune\.)?{name}`", introduction), name

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rlsprune.io.modelfile import save as save
     from rlsprune.io.quantize import quantize_onnx as quantize_onnx
     from rlsprune.model.cost import profile as profile
+    from rlsprune.model.selector import kept_features as kept_features
     from rlsprune.model.selector import strip_inputs as strip_inputs
     from rlsprune.optim.rls import RLS as RLS
     from rlsprune.prune.event import PruneEvent as PruneEvent
@@ -31,6 +32,7 @@ _HOMES = {
     "RLS": "rlsprune.optim.rls",
     "export_onnx": "rlsprune.io.export",
     "export_program": "rlsprune.io.export",
+    "kept_features": "rlsprune.model.selector",
     "load": "rlsprune.io.modelfile",
     "profile": "rlsprune.model.cost",
     "quantize_onnx": "rlsprune.io.quantize",
@@ -47,6 +49,7 @@ __all__ = [
     "__version__",
     "export_onnx",
     "export_program",
+    "kept_features",
     "load",
     "profile",
     "quantize_onnx",

@@ -20,9 +20,36 @@ except ImportError as error:
         f"rlsprune.lightning needs {error.name}: pip install 'rlsprune[lightning]'", name=error.name
     ) from error
 
-__all__ = ["PruneCallback"]
+__all__ = ["LoadsPruned", "PruneCallback"]
 
 _KEY = "rlsprune"
+_PART = "rlsprune_submodule"
+
+
+def _take_shape(pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Gives a module the shape of a checkpoint, which may be of a pruned network, before it takes its weights."""
+    if _KEY in checkpoint:
+        shape = Snapshot(pl_module.get_submodule(checkpoint[_PART]), copy=True)
+        shape.load_state_dict(checkpoint[_KEY])
+        shape.restore()
+
+
+class LoadsPruned:
+    """Lets `load_from_checkpoint` of a module take checkpoints of its pruned network. Stands before `LightningModule`.
+
+    Lightning gives a checkpoint to the module alone there, and to no callback. A module that has an
+    `on_load_checkpoint` of its own calls ``super().on_load_checkpoint(checkpoint)`` in it.
+
+    Examples:
+        >>> class Classifier(LoadsPruned, LightningModule):
+        ...     pass  # the rest as ever; then Classifier.load_from_checkpoint(path)
+    """
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the checkpoint's shape."""
+        assert isinstance(self, LightningModule)
+        _take_shape(self, checkpoint)
+        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
 
 
 class PruneCallback(Callback):
@@ -30,7 +57,7 @@ class PruneCallback(Callback):
 
     Works with automatic optimization by one optimizer, `rlsprune.RLS` or any other, on one device. Checkpoints
     carry the pruner's state and the network's shape: `Trainer.fit(…, ckpt_path=…)` and `Trainer.test(…, ckpt_path=…)`
-    take a checkpoint of a pruned network into a fresh module.
+    take a checkpoint of a pruned network into a fresh module; for `load_from_checkpoint` see `LoadsPruned`.
 
     Examples:
         >>> callback = PruneCallback(monitor="val_loss", warmup_epochs=3, criterion="obs", ratio=0.25)
@@ -137,10 +164,7 @@ class PruneCallback(Callback):
         original = pl_module.on_load_checkpoint
 
         def resize_first(checkpoint: dict[str, Any]) -> None:
-            if _KEY in checkpoint:
-                shape = Snapshot(self._model(pl_module), copy=True)
-                shape.load_state_dict(checkpoint[_KEY])
-                shape.restore()
+            _take_shape(pl_module, checkpoint)
             original(checkpoint)
 
         # Lightning loads the weights before it tells callbacks of the checkpoint, but after it told the module.
@@ -153,6 +177,7 @@ class PruneCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the shape. Its tensors are those of the weights, which are in the file once."""
         checkpoint[_KEY] = Snapshot(self._model(pl_module)).state_dict()
+        checkpoint[_PART] = self.submodule
 
     def state_dict(self) -> dict[str, Any]:
         """The pruner's state and the epoch's loss so far."""

@@ -238,7 +238,8 @@ RUN: dict[str, Any] = {
     ],
     "summary": {
         "accuracy": 91.0,
-        "loss": 0.4,
+        "unpruned_accuracy": 92.0,
+        "speedups": [{"batch": 1, "low": 1.5, "median": 1.75, "high": 2.0}],
         "latency_ms": 1.0,
         "latency_unpruned_ms": 2.0,
         "latency_batch": 1,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import rlsprune
 from rlsprune.model.selector import full_in_features, kept_inputs, select_inputs, set_kept_inputs, strip_inputs
 
 
@@ -82,6 +84,12 @@ def test_forward_hooks_see_the_selected_input_whichever_came_first() -> None:
         assert torch.equal(features, X.flatten(1)[:, [1, 4]])
 
 
+def test_kept_features_are_told_by_layer(pruned: nn.Sequential) -> None:
+    assert rlsprune.kept_features(pruned) == {"1": [0, 2, 3, 7, 11]}
+    assert rlsprune.kept_features(network()) == {}
+    assert rlsprune.kept_features(strip_inputs(pruned)) == {}
+
+
 def test_survives_pickle_deepcopy_and_half(pruned: nn.Sequential) -> None:
     expected = pruned(X)
     assert torch.equal(copy.deepcopy(pruned)(X), expected)
@@ -93,10 +101,20 @@ def test_survives_pickle_deepcopy_and_half(pruned: nn.Sequential) -> None:
     assert copied.data_ptr() != pruned.get_buffer("1.kept_inputs").data_ptr()
 
 
-def test_keyword_input_and_further_leading_dimensions(pruned: nn.Sequential) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripts(pruned: nn.Sequential, tmp_path: Path) -> None:
+    torch.jit.script(pruned).save(str(tmp_path / "scripted.pt"))
+    scripted = torch.jit.load(str(tmp_path / "scripted.pt"))
+    assert torch.equal(scripted(X), pruned(X))
+    with pytest.raises(torch.jit.Error, match="5 of 12 input features"):
+        scripted(X[:, :2])
+
+
+def test_input_by_name_is_told_and_further_leading_dimensions_stay(pruned: nn.Sequential) -> None:
     layer = first(pruned)
     x = torch.randn(2, 4, 12)
-    assert torch.equal(layer(input=x), layer(x))
+    with pytest.raises(TypeError, match="as first argument"):
+        layer(input=x)
     torch.testing.assert_close(layer(x)[1, 2], layer(x[1, 2]))
 
 

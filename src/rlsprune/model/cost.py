@@ -35,6 +35,7 @@ __all__ = [
     "latency",
     "parameter_count",
     "profile",
+    "ratio_quartiles",
     "weight_count",
     "weight_names",
 ]
@@ -110,8 +111,7 @@ class ProfileRatio:
         before, after = self.before.rounds_ms, self.after.rounds_ms
         if self.after.before is not self.before or len(before) != len(after) or len(after) < 2:
             return None
-        ratios = [_ratio(*pair) for pair in zip(before, after, strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        low, _, high = ratio_quartiles(before, after)
         return low, high
 
     @property
@@ -290,6 +290,13 @@ def latencies(
                 own.append(seconds * 1e3)
                 spent += seconds * number
     return times
+
+
+def ratio_quartiles(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """Quartiles of the ratio of two models' times, round by round: `latencies` measures both under the same load."""
+    ratios = [_ratio(*pair) for pair in zip(before, after, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, median, high
 
 
 def _timer(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timer:

@@ -18,6 +18,7 @@ __all__ = [
     "KEPT_INPUTS",
     "check_kept",
     "full_in_features",
+    "kept_features",
     "kept_inputs",
     "select_inputs",
     "set_kept_inputs",
@@ -68,9 +69,24 @@ def set_kept_inputs(layer: nn.Linear, kept: Tensor | Sequence[int] | None, width
             raise ValueError(
                 f"{layer} has an attribute {KEPT_INPUTS!r} of its own, the name the input selector needs: rename it"
             )
-        layer.register_forward_pre_hook(_select, with_kwargs=True)
+        layer.register_forward_pre_hook(_select)
     layer.register_buffer(KEPT_INPUTS, chosen)
     setattr(layer, _FULL_WIDTH, width)
+
+
+def kept_features(model: nn.Module) -> dict[str, list[int]]:
+    """Which of the original input features a pruned model still reads, by the name of the layer that picks them.
+
+    Empty if it reads all of them.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> set_kept_inputs(model[0], [0, 3])
+        >>> kept_features(model)
+        {'0': [0, 3]}
+    """
+    kept = {name: kept_inputs(module) for name, module in model.named_modules()}
+    return {name: indices.tolist() for name, indices in kept.items() if indices is not None}
 
 
 def kept_inputs(layer: nn.Module) -> Tensor | None:
@@ -107,18 +123,22 @@ def strip_inputs(model: nn.Module) -> nn.Module:
     return stripped
 
 
-def _select(layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The forward pre-hook. A plain function of the module: pickled and copied by name, traced by every compiler."""
-    kept = layer.get_buffer(KEPT_INPUTS)
-    features: Tensor = args[0] if args else kwargs["input"]
-    width: int = getattr(layer, _FULL_WIDTH)
-    if features.shape[-1] != width:
+def _select(self: Any, input: tuple[Tensor]) -> tuple[Tensor]:  # noqa: A002 (the names of a scripted hook)
+    """The forward pre-hook. A plain function of the module: pickled and copied by name, traced by every compiler.
+
+    Its names and types are those that `torch.jit.script` asks of a hook. The buffer is read as an attribute:
+    `get_buffer` takes longer than the gather.
+    """
+    if len(input) == 0:
+        raise TypeError("a layer with pruned inputs takes its input as first argument, not by name: call layer(x)")
+    features = input[0]
+    if features.size(-1) != self.full_in_features:
         raise ValueError(
-            f"the layer keeps {kept.numel()} of {width} input features and picks them itself: its input must have "
-            f"{width} features, not {features.shape[-1]}; strip_inputs(model) takes the {kept.numel()} alone"
+            f"the layer keeps {self.kept_inputs.numel()} of {self.full_in_features} input features and picks them "
+            f"itself: its input must have {self.full_in_features} features, not {features.size(-1)}; "
+            f"strip_inputs(model) takes the {self.kept_inputs.numel()} alone"
         )
-    picked = features.index_select(-1, kept)
-    return ((picked, *args[1:]), kwargs) if args else (args, {**kwargs, "input": picked})
+    return (features.index_select(-1, self.kept_inputs),)
 
 
 def _remove(layer: nn.Module) -> None:
@@ -126,7 +146,6 @@ def _remove(layer: nn.Module) -> None:
         return
     key = next(key for key, hook in layer._forward_pre_hooks.items() if hook is _select)
     del layer._forward_pre_hooks[key]
-    layer._forward_pre_hooks_with_kwargs.pop(key, None)
     delattr(layer, KEPT_INPUTS)
     delattr(layer, _FULL_WIDTH)
 

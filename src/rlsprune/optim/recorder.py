@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from rlsprune.model.scales import warn_of_scales
 from rlsprune.model.tensors import full_precision, host_waits
 from rlsprune.optim.compiled import enlist, exporting, with_gradient_noticed
 from rlsprune.optim.layers import Layer, mean_input
@@ -32,6 +33,7 @@ class Recorder:
             fsdp: The gradient leaves the parameter that the layer is called with as soon as it arrives.
         """
         self.dtype, self.groups, self.fsdp = dtype, groups, fsdp
+        self._seen = False
         self.clear()
 
     def clear(self) -> None:
@@ -89,6 +91,9 @@ class Recorder:
         if leaf is None or not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
         self.groups = getattr(layer, "groups", 1)
+        if not self._seen:
+            self._seen = True
+            warn_of_scales(layer, inputs)
         with torch.no_grad(), full_precision(inputs.device):
             mean, rows = mean_input(layer, inputs.detach(), self.precision(layer.weight))
         output.register_hook(_Arrival(self, leaf, mean, rows))  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from rlsprune.app.cli.live import LiveObserver
-from rlsprune.app.cli.terminal import LineObserver
+from rlsprune.app.cli.terminal import LineObserver, name_run
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.method import Retained
 
@@ -178,6 +178,14 @@ METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "accuracy": 90.0, "w
     [
         ({"gate_level": 0.45}, "prunes when the held-out loss is below 0.4500; it is 0.4000"),
         ({"gate_level": 0.45, "gate_loss": None}, "prunes when the held-out loss is below 0.4500\n"),
+        (
+            {"gate_level": 0.45, "pruned": True},
+            "prunes when the held-out loss is below 0.4500; pruned after epoch 3\n",
+        ),
+        (
+            {"gate_level": 0.35, "pruning_ended": True},
+            "has pruned for the last time; undoes it unless the held-out loss\n",
+        ),
         ({"gate_level": None}, "pruning has ended"),
         ({"gate_level": None, "weights_percent": 100.0}, "open from epoch 1 on"),
     ],
@@ -210,6 +218,14 @@ def test_bars_are_to_scale_and_fit_any_terminal(shown: tuple[LiveObserver, Conso
     assert len(tall) <= 24
     assert "layers more" in tall[-1]
     assert max(map(len, tall)) <= 80
+
+
+def test_method_and_optimizer_are_not_mixed_up() -> None:
+    run = {"method": "rls", "optimizer": "rls", "experiment": "x", "seed": 1}
+    assert name_run(run) == "rls on x, seed 1"
+    assert name_run({**run, "optimizer": "adamw"}) == "adamw with pruning on x, seed 1"
+    assert name_run({**run, "optimizer": "sgd", "method": "none"}) == "sgd without pruning on x, seed 1"
+    assert name_run({**run, "optimizer": "sgd", "method": "l1-norm"}) == "l1-norm on x, seed 1"
 
 
 def test_loss_is_looked_at_now_and_then_only(shown: tuple[LiveObserver, Console]) -> None:

@@ -40,8 +40,8 @@ def test_comparison_runs_what_is_missing_and_writes_the_table(
 
     figures = json.loads((tmp_path / "comparison.json").read_text())
     column = figures["methods"]["l1-norm"]
-    assert column["unpruned"]["accuracy"]["mean"] == RunFolder(twin.folder).read_json("summary")["accuracy"]
-    assert column["accuracy"]["mean"] == RunFolder(pruned.folder).read_json("summary")["accuracy"]
+    assert column["unpruned"]["accuracy"]["mean"] == RunFolder(twin.folder).read_json("summary")["mean_accuracy"]
+    assert column["accuracy"]["mean"] == RunFolder(pruned.folder).read_json("summary")["mean_accuracy"]
     event = RunFolder(pruned.folder).read_lines("events")[0]
     assert column["lost_per_event"] == pytest.approx(event["accuracy_before"] - event["accuracy_after"])
     assert (tmp_path / "comparison.md").read_text() in table

@@ -30,6 +30,17 @@ class Branching(nn.Sequential):
 def branching():
     return Branching(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
 
+def no_bias():
+    return nn.Sequential(nn.Linear(12, 32, bias=False), nn.ReLU(), nn.Linear(32, 3))
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, inputs):
+        return self.outer(inputs + self.inner(inputs))
+
 def rigid():
     return nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 3))
 

@@ -21,9 +21,11 @@ from app.fit.conftest import table, write_images
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.fit import FitConfig, make_fit_config
 from rlsprune.app.config.settings import OURS
+from rlsprune.app.fit.fit import fit as run_fit
 from rlsprune.app.fit.fit import load_own_data, make_own_recipe
 from rlsprune.app.fit.model import load_weights
 from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.observer import Observer
 
 QUICK = ["--epochs", "4", "--warmup-epochs", "0", "--threads", "1", "--quiet"]
 
@@ -52,10 +54,106 @@ def test_table_ends_as_a_smaller_network_that_onnxruntime_runs(
     outputs = run_onnx(out / "model.onnx", inputs)
     with torch.no_grad():
         assert np.allclose(outputs, small(torch.from_numpy(inputs)).numpy(), atol=1e-5)
-    assert 100 * np.mean(outputs.argmax(1) == labels) == pytest.approx(summary["final_accuracy"])
+    assert 100 * np.mean(outputs.argmax(1) == labels) == pytest.approx(summary["accuracy"])
     assert run_onnx(out / "model.onnx", inputs[:1]).shape == (1, 3)
     assert RunFolder(out).read_json("config")["classes"] == ["0", "1", "2"]
     assert "networks.py:mlp" in (out / "report.html").read_text()
+
+
+def test_unpruned_network_is_trained_beside_it(networks: Path, npz: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), "--baseline"]
+    assert main([*command, *QUICK]) == 0
+    folder, beside = RunFolder(out), RunFolder(out / "unpruned")
+    assert beside.read_json("summary")["weights_percent"] == 100
+    assert beside.read_json("config")["images"] == [240, 60], "nothing is held out for a gate"
+    told = folder.read_json("summary")["unpruned_accuracy"]
+    assert told == beside.read_json("summary")["accuracy"]
+    assert f"{told:.2f} % unpruned, trained alike" in (out / "report.html").read_text()
+
+
+def test_interrupted_baseline_is_resumed(networks: Path, npz: Path, tmp_path: Path) -> None:
+    class Interrupting(Observer):
+        def batch(self, number: int, loss: torch.Tensor) -> None:
+            raise KeyboardInterrupt
+
+    config = make_fit_config(f"{networks}:mlp", npz, epochs=2, warmup_epochs=0, baseline=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_fit(config, RunFolder(tmp_path / "run"), baseline_observer=Interrupting)
+    assert "unpruned_accuracy" not in RunFolder(tmp_path / "run").read_json("summary")
+    assert main(["fit", "--resume", str(tmp_path / "run"), "--quiet"]) == 0
+    assert "unpruned_accuracy" in RunFolder(tmp_path / "run").read_json("summary")
+    assert "trained alike" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_baseline_of_nothing_is_refused(networks: Path, npz: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--baseline", "--no-prune"]) == 2
+    assert "leave out --no-prune" in capsys.readouterr().err
+
+
+@pytest.fixture
+def unscaled(tmp_path: Path) -> Path:
+    """The same table as `npz`, in the units that a user has: the columns differ by five orders of magnitude."""
+    path = tmp_path / "unscaled.npz"
+    (x_train, y_train), (x_test, y_test) = table(240, 0), table(60, 1)
+    units, offsets = np.logspace(-1, 4, 12, dtype=np.float32), np.float32(20)
+    np.savez(
+        path, x_train=(x_train + offsets) * units, y_train=y_train, x_test=(x_test + offsets) * units, y_test=y_test
+    )
+    return path
+
+
+def test_unscaled_columns_are_learnt_and_the_files_take_them_unscaled(
+    networks: Path, npz: Path, unscaled: Path, tmp_path: Path
+) -> None:
+    for name, data in (("scaled", npz), ("unscaled", unscaled)):
+        command = ["fit", f"{networks}:mlp", "--data", str(data), "--out", str(tmp_path / name)]
+        assert main([*command, *QUICK, "--epochs", "12"]) == 0
+    scaled, out = (RunFolder(tmp_path / name) for name in ("scaled", "unscaled"))
+    summary = out.read_json("summary")
+    assert summary["accuracy"] == pytest.approx(scaled.read_json("summary")["accuracy"], abs=5)
+    assert summary["accuracy"] > 50, "of three classes"
+    assert summary["weights_percent"] < 50
+
+    with np.load(unscaled) as arrays:
+        inputs, labels = arrays["x_test"], arrays["y_test"]
+    small = rlsprune.load(out.model, into=mlp()).eval()
+    with torch.no_grad():
+        outputs = small(torch.from_numpy(inputs)).numpy()
+    assert 100 * np.mean(outputs.argmax(1) == labels) == pytest.approx(summary["accuracy"])
+    assert np.allclose(run_onnx(out.path / "model.onnx", inputs), outputs, atol=1e-3)
+
+
+def test_given_weights_mean_the_same_on_scaled_columns(networks: Path, unscaled: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.safetensors"
+    torch.manual_seed(3)
+    network = mlp()
+    save_file(network.state_dict(), given)
+    config = make_fit_config(f"{networks}:mlp", unscaled, weights=given)
+    loaded = load_own_data(config)
+    recipe = make_own_recipe(config, loaded)
+    model = recipe.build_model()
+    recipe.prepare(model)
+    assert float(recipe.data.train.images.std()) == pytest.approx(1, abs=0.01)
+    with torch.no_grad():
+        wanted = network(loaded.test.images)
+        error = (model(recipe.data.test.images) - wanted).abs().max() / wanted.abs().max()
+        back = (recipe.delivered(model)(loaded.test.images) - wanted).abs().max() / wanted.abs().max()
+    assert float(error) < 1e-4
+    assert float(back) < 1e-4
+
+
+def test_only_what_linear_layers_read_alone_is_scaled(networks: Path, unscaled: Path) -> None:
+    def trained_on(name: str, **options: Any) -> torch.Tensor:
+        config = make_fit_config(f"{networks}:{name}", unscaled, **options)
+        return make_own_recipe(config, load_own_data(config)).data.train.images
+
+    raw = trained_on("mlp", standardise=False)
+    assert torch.equal(trained_on("Residual"), raw), "a shortcut reads the columns too"
+    assert torch.equal(trained_on("rigid"), raw), "a layer norm reads them"
+    scaled = trained_on("no_bias")
+    assert torch.allclose(scaled.square().mean(0), torch.ones(12), rtol=1e-4)
+    assert float(scaled.mean()) > 0.9, "without a bias nothing could take the mean over"
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -63,9 +63,13 @@ def test_headline_and_curves_are_the_runs_own(runs: dict[str, Path], tmp_path: P
     summary, metrics = folder.read_json("summary"), folder.read_lines("metrics")
     assert f"{100 / summary['weights_percent']:.2f}× smaller" in page.text
     assert f"{100 / summary['flops_percent']:.2f}× fewer FLOPs" in page.text
-    assert f"{summary['latency_unpruned_ms'] / summary['latency_ms']:.2f}× faster" in page.text
-    assert f"{summary['accuracy']:.2f} % test accuracy" in page.text
-    assert f"{folder.read_lines('events')[0]['accuracy_before']:.2f} % before the first prune" in page.text
+    one, many = summary["speedups"]
+    assert (one["batch"], many["batch"]) == (1, 64)
+    assert one["low"] <= one["median"] <= one["high"]
+    assert f"{many['median']:.2f}× faster" in page.text
+    assert f"for 64 inputs, quartiles {many['low']:.2f}–{many['high']:.2f}; " in page.text
+    assert f"{one['median']:.2f}× ({one['low']:.2f}–{one['high']:.2f}) for 1" in page.text
+    assert f"{metrics[-1]['accuracy']:.2f} % test accuracy" in page.text
     for name in ("train_loss", "test_loss", "accuracy", "weights_percent"):
         assert page.data[0]["series"][name] == pytest.approx([line[name] for line in metrics], rel=1e-5)
     assert page.data[0]["series"]["gate_level"][0] is None, "before the first prune there is no level"
@@ -74,6 +78,24 @@ def test_headline_and_curves_are_the_runs_own(runs: dict[str, Path], tmp_path: P
         curve = next(curve for curve in page.data[0]["layers"] if curve["name"] == layer["name"])
         assert curve["values"][-1] == pytest.approx(layer["nodes_percent"], rel=1e-5)
     assert page.text.count("✓ healthy") == 3
+
+
+def test_accuracy_is_compared_with_that_of_the_unpruned_network_and_with_nothing_else(
+    copy: Path, tmp_path: Path
+) -> None:
+    folder = RunFolder(copy)
+    summary = folder.read_json("summary")
+    before = f"{folder.read_lines('events')[0]['accuracy_before']:.2f} %"
+
+    def tile(**changes: float) -> str:
+        folder.write_json("summary", {**summary, **changes})
+        page = Page(write_report([copy], tmp_path / "page.html")).text
+        return page[page.index("% test accuracy") : page.index("Curves")]
+
+    assert tile() == "% test accuracy "
+    assert before not in tile(), "a network that is still learning is no yardstick"
+    assert "91.25 % unpruned, trained alike" in tile(unpruned_accuracy=91.25)
+    assert "90.50 % with the given weights, unpruned" in tile(given_accuracy=90.5)
 
 
 def test_several_runs_are_side_by_side(runs: dict[str, Path], tmp_path: Path) -> None:

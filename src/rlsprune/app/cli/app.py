@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich  # noqa: F401  # typer does without, the progress display does not: say so before a run, not in it
 import typer
 
 import rlsprune
-from rlsprune.app.cli import bench, compare, data, fit, pareto, plan, report, run
+from rlsprune.app.cli import bench, check, compare, data, fit, pareto, plan, report, run
 from rlsprune.app.cli.main import ABOUT
 from rlsprune.distributed.torchrun import joined, started_by_torchrun
 
@@ -37,6 +37,7 @@ app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
 app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
 app.command("pareto", epilog=pareto.EXAMPLES)(pareto.pareto)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(data.app, name="data")
@@ -57,9 +58,19 @@ def _global(
     """Options of all commands."""
 
 
+def _show_flags_bare(command: Any) -> None:
+    """A flag takes no value; typer would say `<bool>` beside it."""
+    for parameter in command.get_params(command.context_class(command)):
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _show_flags_bare(inner)
+
+
 def execute(arguments: Sequence[str]) -> int:
     """Runs a command; usage errors are shown here, all others are raised."""
     command = typer.main.get_command(app)
+    _show_flags_bare(command)
     try:
         with joined() if started_by_torchrun() else nullcontext():
             code = command.main(args=list(arguments), prog_name="rlsprune", standalone_mode=False)

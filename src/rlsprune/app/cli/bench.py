@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.experiments.registry import EXPERIMENTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,12 +22,18 @@ EXAMPLES = """Examples: `rlsprune bench` · `rlsprune bench cifar10-vgg --batch 
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="An experiment, or module:function of your own.")] = "mnist-fnn",
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="An experiment, or module:function of your own.", autocompletion=options.completing(tuple(EXPERIMENTS))
+        ),
+    ] = "mnist-fnn",
     shape: Annotated[
-        str | None, typer.Option("--shape", help="Of one input, such as 3,224,224. Default: the experiment's.")
+        str | None,
+        typer.Option("--shape", help="The shape of one input, such as 3,224,224. Default: the experiment's."),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=2, help="Inputs per step.")] = 128,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each is measured.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each step is measured.")] = 5,
     device: options.Device = None,
     threads: options.Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,

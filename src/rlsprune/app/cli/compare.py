@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.cli.speech import say
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.experiments.queue import COMPARED, PlannedRun
 from rlsprune.app.experiments.queue import comparison as plan_comparison
@@ -36,7 +37,13 @@ def compare(
     experiment: options.ExperimentName,
     training: dict[str, Any],
     methods: Annotated[
-        str, typer.Option("--methods", help=f"Separated by commas, of {', '.join(COMPARED)}. Default: all.")
+        str,
+        typer.Option(
+            "--methods",
+            help=f"Methods, separated by commas: {', '.join(COMPARED)}.",
+            show_default="all",
+            autocompletion=options.completing(COMPARED),
+        ),
     ] = ",".join(COMPARED),
     seeds: options.Seeds = "0",
     ratio: options.Ratio = None,
@@ -78,14 +85,17 @@ def compare(
             path.write_text(text, encoding="utf-8")
     draw_comparison(comparison, folder / "comparison.png")
     write_report([run.folder for run in runs], folder / "report.html")
-    typer.echo(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json, comparison.png and report.html")
+    say(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json, comparison.png and report.html")
 
 
 @options.with_training
 def sweep(
     experiment: options.ExperimentName,
     training: dict[str, Any],
-    method: Annotated[str, typer.Option("--method", help="rls or rls-paper.")] = "rls",
+    method: Annotated[
+        str,
+        typer.Option("--method", help="rls or rls-paper.", autocompletion=options.completing(("rls", "rls-paper"))),
+    ] = "rls",
     ratios: Annotated[str, typer.Option("--ratios", help="Values of ξ, separated by commas.")] = "0.2,0.3,0.4,0.5",
     seed: options.Seed = 0,
     out: options.Out = None,
@@ -118,7 +128,7 @@ def sweep(
     }
     draw_sweep(curves, f"{find_experiment(experiment).title}, {method}", folder / "sweep.png")
     write_report([run.folder for run in runs], folder / "report.html")
-    typer.echo(f"Written to {folder / 'sweep.png'} and report.html")
+    say(f"Written to {folder / 'sweep.png'} and report.html")
 
 
 def _out(out: Path | None, name: str) -> Path:
@@ -148,7 +158,7 @@ def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
         if any(getattr(config, name) != getattr(run.config, name) for name in _IDENTITY):
             raise ValueError(f"{run.folder} holds another run: {', '.join(config.differences(run.config))}")
         if differences := config.differences(run.config):
-            typer.echo(f"{run.folder.name} was run with {', '.join(differences)}", err=True)
+            say(f"{run.folder.name} was run with {', '.join(differences)}", err=True)
         found.append(replace(run, config=config))
     if not found:
         raise ValueError(f"there is no finished run in {folder}: leave out --finished to run them")

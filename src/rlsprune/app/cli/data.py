@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.cli.speech import say
+from rlsprune.app.data.catalog import ENTRIES
 
 __all__ = ["app"]
 
@@ -32,12 +34,17 @@ def show(data_dir: options.DataDir = None) -> None:
                 state = f"in {next(iter(found.values())).parent}"
             except DataError:
                 state = f"not here: rlsprune data get {name}"
-        typer.echo(f"{name:<14} {entry.title}: {state}")
+        say(f"{name:<14} {entry.title}: {state}")
 
 
 @app.command("get", epilog="Example: `rlsprune data get mnist`")
 def get(
-    name: Annotated[str, typer.Argument(help="A data set, as `rlsprune data list` names it.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A data set, as `rlsprune data list` names it.", autocompletion=options.completing(tuple(ENTRIES))
+        ),
+    ],
     data_dir: options.DataDir = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -56,4 +63,4 @@ def get(
             bar.update(tasks[file], completed=done)
 
         files = get_data(name, data_dir, progress)
-    typer.echo(f"{name}: {len(files)} files in {files[0].parent}" if files else f"{name} needs no files")
+    say(f"{name}: {len(files)} files in {files[0].parent}" if files else f"{name} needs no files")

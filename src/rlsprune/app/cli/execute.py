@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from rlsprune.app.cli import folders
+from rlsprune.app.cli.speech import say
 from rlsprune.distributed.torchrun import leads
 
 if TYPE_CHECKING:
@@ -31,6 +30,11 @@ class Shown:
     as_json: bool = False
     """The summary and nothing else."""
     tensorboard: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """Whether no progress is shown; of several processes one shows it."""
+        return self.quiet or self.as_json or not leads()
 
 
 def execute(
@@ -55,13 +59,12 @@ def execute(
     from rlsprune.app.report import write_report
 
     folder = folders.open_folder(path)
-    quiet = shown.quiet or shown.as_json or not leads()
     finished = folder.finished
     try:
-        summary = train(folder, observer(quiet, path / "tensorboard" if shown.tensorboard and leads() else None))
+        summary = train(folder, observer(shown.hidden, path / "tensorboard" if shown.tensorboard and leads() else None))
     except KeyboardInterrupt:
         if folder.started:
-            typer.echo(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
+            say(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
         raise
     if not leads():
         return
@@ -72,12 +75,14 @@ def execute(
             for name in missing:
                 files[name](path / name)
     if shown.as_json:
-        typer.echo(json.dumps(summary))
+        say(json.dumps(summary))
         return
     if finished:
-        typer.echo(f"{path} is finished. {describe(summary)}")
-    if not quiet:
+        say(f"{path} is finished. {describe(summary)}")
+    if not shown.hidden:
+        if "unpruned_accuracy" in summary:
+            say(f"Accuracy of the unpruned network, trained alike: {summary['unpruned_accuracy']:.2f} %")
         if "given_accuracy" in summary:
-            typer.echo(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
+            say(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
         written = ("model.safetensors", "model.onnx", "pixels.png", "report.html")
-        typer.echo(f"In {path}: {', '.join(name for name in written if (path / name).exists())}")
+        say(f"In {path}: {', '.join(name for name in written if (path / name).exists())}")

@@ -10,6 +10,7 @@ import typer
 
 from rlsprune.app.cli import folders, options
 from rlsprune.app.cli.execute import Shown, execute
+from rlsprune.app.cli.speech import say
 from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES, OPTIMIZERS
 from rlsprune.app.config.fit import FitConfig, make_fit_config
 from rlsprune.app.config.settings import OURS
@@ -23,6 +24,7 @@ __all__ = ["EXAMPLES", "fit"]
 EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a sub-folder per class) ·
 `rlsprune fit nets.py:mlp --data table.npz --target 0.2 --epochs 40` ·
 `rlsprune fit my_module:build_model --data photos/ --image-size 64 --weights trained.safetensors --optimizer adamw` ·
+`rlsprune fit nets.py:mlp --data table.npz --baseline` (and the unpruned network beside it) ·
 `rlsprune fit --resume runs/build_model-photos-seed0`"""
 
 _WITH_RESUME = {"resume", "device", "on_fault", "tensorboard", "quiet", "as_json"}
@@ -47,7 +49,12 @@ def fit(
     weights: Annotated[
         Path | None, typer.Option("--weights", help="Start from these weights: a .safetensors or .pt file.")
     ] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help=f"One of {', '.join(OPTIMIZERS)}.")] = "rls",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer", help=f"One of {', '.join(OPTIMIZERS)}.", autocompletion=options.completing(OPTIMIZERS)
+        ),
+    ] = "rls",
     lr: Annotated[
         float | None,
         typer.Option("--lr", help=f"Learning rate. Default: {_RATES}."),
@@ -56,43 +63,64 @@ def fit(
         float | None, typer.Option("--target", help="The share of the parameters at which pruning ends.")
     ] = OURS.target,
     ratio: Annotated[
-        float, typer.Option("--ratio", help="ξ: the share of a layer that may go at an event.")
+        float, typer.Option("--ratio", help="ξ: the largest share of a layer that one event removes.")
     ] = OURS.ratio,
     tolerance: options.Tolerance = None,
     allocate: Annotated[
         bool,
         typer.Option("--allocate", help=options.ALLOCATE),
     ] = OURS.allocate,
-    epochs: Annotated[int, typer.Option("--epochs", help="Epochs to train in all.")] = 20,
+    epochs: Annotated[int, typer.Option("--epochs", help="How many epochs to train, pruning included.")] = 20,
     warmup_epochs: Annotated[
         int | None,
-        typer.Option("--warmup-epochs", help="q: epochs before the first prune. Default: a tenth; 1 with --weights."),
+        typer.Option(
+            "--warmup-epochs",
+            help="q: how many epochs come before the first prune. Default: a tenth of all, 1 with --weights.",
+        ),
     ] = None,
     gate: options.GateName = None,
     loss: options.LossName = "cross-entropy",
     batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per minibatch.")] = 64,
     image_size: Annotated[
-        int | None, typer.Option("--image-size", help="Cut images square and scale them to so many pixels.")
+        int | None,
+        typer.Option("--image-size", help="Crop images to a square and scale it to this many pixels a side."),
     ] = None,
     channels: Annotated[
-        int | None, typer.Option("--channels", help="1: grey, 3: colour. Default: grey if all images are.")
+        int | None, typer.Option("--channels", help="1 for grey images, 3 for colour. Default: grey if all images are.")
     ] = None,
     augment: Annotated[
         str | None,
-        typer.Option("--augment", help="Vary the images in training: crop shifts, crop+flip mirrors too, crop2 less."),
+        typer.Option(
+            "--augment",
+            help="Vary the training images: crop (shift by up to 4 pixels) or crop+flip (mirror, too). A number after "
+            "crop sets the pixels, as in crop2.",
+            autocompletion=options.completing(("crop", "crop+flip", "crop2")),
+        ),
     ] = None,
     average: Annotated[
-        float, typer.Option("--average", help="Keep the moving average of the weights over so many epochs; 0: none.")
+        float,
+        typer.Option("--average", help="Keep the moving average of the weights over this many epochs; 0 for none."),
     ] = 1.0,
-    no_prune: Annotated[bool, typer.Option("--no-prune", help="Train only, to compare with.")] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and splitting.")] = 0,
+    no_prune: Annotated[bool, typer.Option("--no-prune", help="Train without pruning.")] = False,
+    baseline: Annotated[
+        bool,
+        typer.Option("--baseline", help="Train the unpruned network alike, too, and compare the pruned one with it."),
+    ] = False,
+    standardise: Annotated[
+        bool,
+        typer.Option(
+            "--standardise/--no-standardise",
+            help="Train on columns of a table scaled to mean 0 and deviation 1. The saved model takes them unscaled.",
+        ),
+    ] = True,
+    seed: Annotated[int, typer.Option("--seed", help="The seed of initialisation, shuffling and splitting.")] = 0,
     out: options.Out = None,
     device: options.Device = None,
     threads: options.Threads = None,
     on_fault: options.OnFault = None,
     deterministic: options.Deterministic = False,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
+        Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own settings.")
     ] = None,
     tensorboard: options.TensorBoard = False,
     quiet: options.Quiet = False,
@@ -127,6 +155,8 @@ def fit(
         augment=augment,
         average=average,
         method="none" if no_prune else None,
+        baseline=baseline,
+        standardise=standardise,
         seed=seed,
         device=machine["device"],
         threads=machine["threads"],
@@ -140,7 +170,10 @@ def fit(
 def _resumed(path: Path, device: str | None, on_fault: str | None) -> FitConfig:
     from rlsprune.app.run.folder import RunFolder
 
-    config = FitConfig.from_dict(RunFolder(path).read_json("config"))
+    values = RunFolder(path).read_json("config")
+    if "import_from" not in values:
+        raise ValueError(f"{path} holds a run of `rlsprune run`: go on with `rlsprune run --resume {path}`")
+    config = FitConfig.from_dict(values)
     device = options.usable_device(device or config.device)
     return replace(config, device=device, on_fault=on_fault or config.on_fault)
 
@@ -149,18 +182,19 @@ def _execute(config: FitConfig, path: Path, shown: Shown) -> None:
     from rlsprune.app.fit.fit import missing_onnx_packages
 
     if missing := missing_onnx_packages():
-        typer.echo(
+        say(
             f'No model.onnx will be written: {", ".join(missing)} not installed; pip install "rlsprune[onnx]"', err=True
         )
 
     def train(folder: RunFolder, observer: Observer) -> dict[str, Any]:
+        from rlsprune.app.cli import terminal
         from rlsprune.app.fit.fit import fit as run_fit
         from rlsprune.io.export import ExportError
 
         try:
-            return run_fit(config, folder, observer)
+            return run_fit(config, folder, observer, lambda: terminal.observer(shown.hidden))
         except ExportError as error:  # the training stands
-            typer.echo(f"No model.onnx was written: {error}", err=True)
+            say(f"No model.onnx was written: {error}", err=True)
             return folder.read_summary()
 
     execute("fit", path, train, shown)

@@ -137,7 +137,14 @@ class LiveObserver(LineObserver):
         kind = _GATED.get(str(self._config.get("gate")), "loss")
         if last is not None and level is not None:
             loss = last["gate_loss"]
-            text = Text(f"prunes when the {kind} is below {level:.4f}")
+            ended = last.get("pruning_ended")
+            text = Text(
+                f"has pruned for the last time; undoes it unless the {kind} gets below {level:.4f}"
+                if ended
+                else f"prunes when the {kind} is below {level:.4f}"
+            )
+            if last.get("pruned"):  # the loss is that of the network before
+                return text.append(f"; pruned after epoch {last['epoch']}", "dim")
             if loss is None:
                 return text
             return text.append(f"; it is {loss:.4f}", "green" if loss < level else "yellow")

@@ -22,9 +22,14 @@ def _choices(names: tuple[str, ...]) -> str:
     return ", ".join(names)
 
 
-def _completing(names: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """What a shell offers for the beginning of a name."""
-    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+def completing(names: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """What a shell offers for the beginning of a name, or of the last of several names separated by commas."""
+
+    def offer(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+    return offer
 
 
 ExperimentName = Annotated[
@@ -32,26 +37,26 @@ ExperimentName = Annotated[
     typer.Argument(
         help=f"One of {_choices(tuple(EXPERIMENTS))}.",
         show_default=True,
-        autocompletion=_completing(tuple(EXPERIMENTS)),
+        autocompletion=completing(tuple(EXPERIMENTS)),
     ),
 ]
 MethodName = Annotated[
-    str, typer.Option("--method", help=f"One of {_choices(METHODS)}.", autocompletion=_completing(METHODS))
+    str, typer.Option("--method", help=f"How to prune: {_choices(METHODS)}.", autocompletion=completing(METHODS))
 ]
 OptimizerName = Annotated[
     str | None,
     typer.Option(
         "--optimizer",
         help=f"One of {_choices(OPTIMIZERS)}. Default: sgd for the rivals, rls for all else.",
-        autocompletion=_completing(OPTIMIZERS),
+        autocompletion=completing(OPTIMIZERS),
     ),
 ]
 PresetName = Annotated[
     str,
     typer.Option(
         "--preset",
-        help=f"How long to train: {_choices(PRESETS)}. paper: 200 epochs; short: for a CPU.",
-        autocompletion=_completing(PRESETS),
+        help="How long to train: short (made for a CPU) or paper (200 epochs).",
+        autocompletion=completing(PRESETS),
     ),
 ]
 RecipeName = Annotated[
@@ -60,7 +65,7 @@ RecipeName = Annotated[
         "--recipe",
         help=f"How to train: {_choices(RECIPES)} (images, loss, schedule, average of the weights, epochs). Default: "
         "ours for rls and scratch, paper for all else.",
-        autocompletion=_completing(RECIPES),
+        autocompletion=completing(RECIPES),
     ),
 ]
 LearningRate = Annotated[
@@ -73,14 +78,15 @@ CpuSeconds = Annotated[
         help="Processor time to train for, instead of --epochs; the rate falls and pruning ends by the time used.",
     ),
 ]
-Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs to train, instead of the preset's.")]
+Epochs = Annotated[int | None, typer.Option("--epochs", help="How many epochs to train. Default: the preset's.")]
 Ratio = Annotated[
-    float | None, typer.Option("--ratio", help="ξ of rls and rls-paper: the share of a layer that may go at an event.")
+    float | None,
+    typer.Option("--ratio", help="ξ of rls and rls-paper: the largest share of a layer that one event removes."),
 ]
 RivalRatio = Annotated[
     float | None,
     typer.Option(
-        "--rival-ratio", help="What the rivals remove of a layer, or of the weights. Default: the paper's share."
+        "--rival-ratio", help="The share of a layer, or of the weights, that the rivals remove. Default: the paper's."
     ),
 ]
 Target = Annotated[
@@ -95,22 +101,24 @@ TargetOf = Annotated[
     typer.Option(
         "--target-of",
         help=f"What --target is a share of: {_choices(TARGETS)}. Default: params.",
-        autocompletion=_completing(TARGETS),
+        autocompletion=completing(TARGETS),
     ),
 ]
 Tolerance = Annotated[
     float | None,
     typer.Option(
         "--tolerance",
-        help=f"How far above the least loss at a prune is recovered, as a share of it. Default: {OURS.tolerance}.",
+        help="The loss counts as recovered up to this share above the least loss at which a prune happened. "
+        f"Default: {OURS.tolerance}.",
     ),
 ]
-ALLOCATE = "Take from each layer what costs the held-out loss least, instead of ξ from all."
+ALLOCATE = "Prune most where it raises the held-out loss least, instead of the share ξ of every layer."
 Allocate = Annotated[
     bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")
 ]
 Warmup = Annotated[
-    int | None, typer.Option("--warmup-epochs", help="q: epochs before the first prune, instead of the preset's.")
+    int | None,
+    typer.Option("--warmup-epochs", help="q: how many epochs come before the first prune. Default: the preset's."),
 ]
 PruneEpoch = Annotated[
     int | None,
@@ -120,63 +128,73 @@ GateName = Annotated[
     str | None,
     typer.Option(
         "--gate",
-        help=f"The loss that has to recover before the next prune: {_choices(GATES)} "
-        "(the epoch's mean, its last minibatch, held-out images).",
-        autocompletion=_completing(GATES),
+        help="The loss that has to recover before the next prune: train (the epoch's mean), batch (the last minibatch) "
+        "or valid (held-out images).",
+        autocompletion=completing(GATES),
     ),
 ]
 LossName = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help=f"One of {_choices(tuple(LOSSES))}; mse is Eq. (15) of the paper. The ResNet and fit have the other.",
-        autocompletion=_completing(tuple(LOSSES)),
+        help="mse (Eq. 15 of the paper) or cross-entropy. Default: mse; cross-entropy for the ResNet and for fit.",
+        autocompletion=completing(tuple(LOSSES)),
     ),
 ]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch, instead of the preset's.")]
-TrainImages = Annotated[int | None, typer.Option("--train-images", help="Train on so many images only.")]
-TestImages = Annotated[int | None, typer.Option("--test-images", help="Test on so many images only.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch. Default: the preset's.")]
+TrainImages = Annotated[
+    int | None, typer.Option("--train-images", help="How many images to train on. Default: the preset's.")
+]
+TestImages = Annotated[
+    int | None, typer.Option("--test-images", help="How many images to test on. Default: the preset's.")
+]
 Augment = Annotated[
     bool | None,
     typer.Option(
         "--augment/--no-augment",
-        help="Shift images (and mirror CIFAR-10's) at random. Default: the recipe's.",
+        help="Shift images at random, and mirror those of CIFAR-10. Default: the recipe's.",
     ),
 ]
 DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Where the data lie. Default: RLSPRUNE_DATA, then the cache folder.")
+    Path | None,
+    typer.Option("--data-dir", help="The folder of the data sets. Default: RLSPRUNE_DATA, then the cache folder."),
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Read data files whose checksum is not the published one.")]
 Device = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Default: that of the run that is gone on with, else cuda if there is one, else cpu. On another "
-        "device than before, the numbers may differ.",
+        help="Where to compute: cpu, cuda, cuda:1, mps. Default: a resumed run's own device, else cuda if there is "
+        "one, else cpu. Another device may give other numbers.",
+        autocompletion=completing(("cpu", "cuda", "mps")),
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option("--threads", help="Torch's threads. Default: all cores, shared by --jobs.")
+    int | None,
+    typer.Option(
+        "--threads", min=1, help="Torch's threads. Default: the cores that the load leaves free, shared by --jobs."
+    ),
 ]
 OnFault = Annotated[
     str | None,
     typer.Option(
         "--on-fault",
-        help=f"At a NaN, an infinity or a loss that diverges: {_choices(ON_FAULT)} (stop, leave the batch out, or go "
-        "back to the last checkpoint with half the step). Default: raise.",
+        help="What to do about a NaN, an infinity or a diverging loss: raise (stop), skip (leave the batch out) or "
+        "rollback (return to the last checkpoint and halve the step). Default: raise.",
+        autocompletion=completing(ON_FAULT),
     ),
 ]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Only algorithms that give the same numbers every time.")
+    bool, typer.Option("--deterministic", help="Use only algorithms that give the same numbers every time.")
 ]
-Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of initialisation and shuffling.")]
-Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas: a run each.")]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="How many runs to carry out at a time.")]
+Seed = Annotated[int, typer.Option("--seed", help="The seed of initialisation and shuffling.")]
+Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas. Each makes a run.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for the results.")]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Write curves and histograms for TensorBoard into the run's folder.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
 def _training(
@@ -240,13 +258,19 @@ def resolve(
 
     jobs *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes on this machine
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "device": usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        "threads": threads or max(1, cores // jobs),
+        "threads": max(1, _free_cores() // jobs) if threads is None else threads,
         "data_dir": None if data_dir is None else str(data_dir),
         "verify": not no_verify,
     }
+
+
+def _free_cores() -> int:
+    """Cores that other work leaves free: threads that wait for a busy core slow a small network down twentyfold."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
+    return max(1, cores - busy)
 
 
 def usable_device(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.experiments.registry import EXPERIMENTS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,17 +32,19 @@ def plan(
         typer.Argument(
             help=f"{', '.join(_BUILT_IN)} (at ImageNet size), an experiment, or module:function of your own.",
             show_default=False,
+            autocompletion=options.completing((*_BUILT_IN, *EXPERIMENTS)),
         ),
     ],
     world_size: Annotated[int, typer.Option("--world-size", help="How many processes.")] = 1,
     batch: Annotated[int, typer.Option("--batch", help="Images per step, of all processes together.")] = 128,
-    rank: Annotated[int, typer.Option("--rank", help="Of P; 0 for P whole.")] = 16,
-    memory: Annotated[float, typer.Option("--memory", help="GiB that a process has.")] = 16.0,
+    rank: Annotated[int, typer.Option("--rank", help="The rank of P in factors; 0 for P whole.")] = 16,
+    memory: Annotated[float, typer.Option("--memory", help="The memory of a process, in GiB.")] = 16.0,
     gflops: Annotated[
-        float | None, typer.Option("--gflops", help="Speed of a matrix product there. Default: measured here.")
+        float | None,
+        typer.Option("--gflops", help="The speed of a matrix product, in GFLOPS. Default: this machine's, measured."),
     ] = None,
     gbytes: Annotated[
-        float | None, typer.Option("--gbytes", help="10⁹ bytes a second that it moves. Default: measured here.")
+        float | None, typer.Option("--gbytes", help="The memory bandwidth, in GB/s. Default: this machine's, measured.")
     ] = None,
     device: options.Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,

@@ -40,11 +40,13 @@ def run(
     seed: options.Seed = 0,
     shape_from: Annotated[
         Path | None,
-        typer.Option("--from", help="For scratch: the folder of the rls run whose shape to take. Default: run it."),
+        typer.Option(
+            "--from", help="For scratch: the folder of a run of rls, whose shape to take. Default: a new run of rls."
+        ),
     ] = None,
     out: options.Out = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on with the run in this folder, with its own settings.")
+        Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own settings.")
     ] = None,
     tensorboard: options.TensorBoard = False,
     quiet: options.Quiet = False,

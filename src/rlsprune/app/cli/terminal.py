@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from rlsprune.app.run.observer import Observer, Observers
+from rlsprune.model.arguments import printable
 
 if TYPE_CHECKING:
     from rlsprune.app.run.method import Retained
 
-__all__ = ["LineObserver", "describe", "observer", "status"]
+__all__ = ["LineObserver", "describe", "name_run", "observer", "status"]
 
 
 def observer(quiet: bool, tensorboard: Path | None = None) -> Observer:
@@ -53,10 +54,18 @@ def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str
         yield (lambda line: None) if quiet else console.print, progress
 
 
+def name_run(run: Mapping[str, Any]) -> str:
+    """What a run does, of its config or its summary: the method, the network and the seed."""
+    method, optimizer = run["method"], run.get("optimizer", run["method"])
+    if method in ("rls", "none") and optimizer != method:  # the method says how to prune, not how to train
+        method = f"{optimizer} {'without' if method == 'none' else 'with'} pruning"
+    return f"{method} on {run['experiment']}, seed {run['seed']}"
+
+
 def describe(summary: Mapping[str, Any]) -> str:
     """A finished run in one line."""
-    return (
-        f"{summary['method']} on {summary['experiment']}, seed {summary['seed']}: accuracy "
+    return printable(
+        f"{name_run(summary)}: accuracy "
         f"{summary['accuracy']:.2f} %, {summary['weights_percent']:.1f} % of the weights, "
         f"{summary['flops_percent']:.1f} % of the FLOPs, {summary['seconds']:.0f} s"
     )
@@ -73,9 +82,7 @@ class LineObserver(Observer):
         """Says what is run."""
         self._epochs = epochs
         resumed = f", resumed after epoch {done}" if done else ""
-        self.console.print(
-            f"{config['method']} on {config['experiment']}, seed {config['seed']}, {epochs} epochs{resumed}"
-        )
+        self.console.print(printable(f"{name_run(config)}, {epochs} epochs{resumed}"))
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
         """The epoch's figures."""

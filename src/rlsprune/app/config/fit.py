@@ -30,6 +30,10 @@ class FitConfig(BaseConfig):
     image_size: int | None
     channels: int | None
     pruning: PruningSettings
+    baseline: bool = False
+    """Whether the unpruned network is trained alike, to compare with."""
+    standardise: bool = False
+    """Whether the columns of a table are scaled for training; the network that is saved takes them unscaled."""
     classes: tuple[str, ...] = ()
     """The names of the classes, once the data were read."""
     images: tuple[int, int] = (0, 0)
@@ -40,6 +44,12 @@ class FitConfig(BaseConfig):
         check_option("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")
         check_option("lr", self.lr, self.lr is None or self.lr > 0, "above 0")
         self._check_least("image_size", 1)
+        if self.baseline and self.method == "none":
+            raise ValueError("--baseline trains the unpruned network beside the pruned one: leave out --no-prune")
+
+    def unpruned(self) -> FitConfig:
+        """The same network trained without pruning, on the images too that the gate would hold out."""
+        return replace(self, method="none", gate="train", baseline=False, classes=(), images=(0, 0))
 
 
 def make_fit_config(
@@ -110,6 +120,7 @@ def make_fit_config(
             "device": "cpu",
             "threads": 1,
             "pruning": pruning.over(epochs),
+            "standardise": True,
             "training": TrainingSettings(lr_decay=OURS.settle, average=average, rank=RANK),
             **{name: value for name, value in given.items() if value is not None},
         }

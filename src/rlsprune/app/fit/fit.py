@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.data.errors import DataError
 from rlsprune.app.data.folders import Channels, read_image_folder
 from rlsprune.app.fit.model import find_builder, find_layout, load_weights
+from rlsprune.app.fit.standardise import find_standardisation
 from rlsprune.app.run.build import build_recipe, hold_out
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
@@ -32,7 +34,12 @@ __all__ = ["ONNX_PACKAGES", "fit", "load_own_data", "make_own_recipe", "missing_
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-def fit(config: FitConfig, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
+def fit(
+    config: FitConfig,
+    folder: RunFolder,
+    observer: Observer | None = None,
+    baseline_observer: Callable[[], Observer] = Observer,
+) -> dict[str, Any]:
     """Trains and prunes as the config says, or goes on with it, and writes model.safetensors and model.onnx.
 
     The ONNX file is left out where its packages are not installed (`missing_onnx_packages`).
@@ -41,6 +48,7 @@ def fit(config: FitConfig, folder: RunFolder, observer: Observer | None = None) 
         config: The run.
         folder: Where its files go.
         observer: Who is told about it.
+        baseline_observer: Makes the one who is told about the unpruned network, if the config asks for that too.
 
     Returns:
         The summary, as in the folder's summary.json.
@@ -52,6 +60,15 @@ def fit(config: FitConfig, folder: RunFolder, observer: Observer | None = None) 
     loaded = load_own_data(config)
     recipe = make_own_recipe(config, loaded)
     summary = folder.read_summary() if folder.finished else train_and_prune(recipe, folder, observer)
+    if config.baseline and "unpruned_accuracy" not in summary:
+        twin, beside = config.unpruned(), type(folder)(folder.path / "unpruned")
+        unpruned = (
+            beside.read_summary()
+            if beside.finished
+            else train_and_prune(make_own_recipe(twin, load_own_data(twin)), beside, baseline_observer())
+        )
+        summary = {**summary, "unpruned_accuracy": unpruned["accuracy"]}
+        folder.write_json("summary", summary)
     onnx = folder.path / "model.onnx"
     if leads() and not onnx.exists() and not missing_onnx_packages():
         model = modelfile.load(folder.model, into=recipe.build_model())
@@ -111,23 +128,28 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
     layout = find_layout(model, loaded, config.experiment)
     lr = _default_rate(config, model) if config.lr is None else config.lr
 
+    scaling = find_standardisation(model, loaded) if config.standardise else None
+
     def prepare(model: nn.Module) -> None:
         if config.weights is not None:
             load_weights(model, Path(config.weights))
+            if scaling is not None:
+                scaling.take_out(model)
 
     recipe = build_recipe(
         replace(config, lr=lr, classes=loaded.classes, images=_counts(loaded)),
         title={"preset": "own"},
-        data=loaded,
+        data=loaded if scaling is None else scaling.scaled(loaded),
         layout=layout,
         lr=lr,
         build_model=build_model,
         prepare=prepare,
+        delivered=(lambda model: model) if scaling is None else scaling.for_unscaled,
     )
     if config.weights is None:
         return recipe
     prepare(model)  # also: weights that do not fit are found before anything is written
-    given = evaluate(model, recipe.evaluation_batches(loaded.test), recipe.loss)
+    given = evaluate(model, recipe.evaluation_batches(recipe.data.test), recipe.loss)
     return replace(recipe, title={**recipe.title, "given_accuracy": given.accuracy})
 
 

@@ -86,8 +86,8 @@ def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
     """What the template shows of a run; layers are as wide as they have channels, or nodes in older files."""
     summary = run.summary or {}
     last = run.metrics[-1] if run.metrics else dict.fromkeys(NUMBERS)
-    first_prune = next((event for event in run.events if event["kind"] == "prune"), None)
     unpruned_ms, pruned_ms = summary.get("latency_unpruned_ms"), summary.get("latency_ms")
+    speedups = summary.get("speedups", [])
     layers = run.layers
     return {
         "label": run.label,
@@ -100,14 +100,14 @@ def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
         "weights_percent": last["weights_percent"],
         "cheaper": _ratio(100, last["flops_percent"]),
         "flops_percent": last["flops_percent"],
-        "faster": _ratio(unpruned_ms, pruned_ms),
+        "faster": speedups[-1]["median"] if speedups else _ratio(unpruned_ms, pruned_ms),
+        "speedups": speedups,
         "unpruned_ms": unpruned_ms,
         "pruned_ms": pruned_ms,
         "latency_batch": summary.get("latency_batch"),
-        "accuracy": summary.get("accuracy", last["accuracy"]),
-        "loss": summary.get("loss", last["test_loss"]),
-        "accuracy_before": first_prune and first_prune["accuracy_before"],
-        "first_prune": first_prune and first_prune["epoch"],
+        "accuracy": last["accuracy"],
+        "loss": last["test_loss"],
+        "compared_with": _compared_with(summary),
         "seconds": sum(line["seconds"] or 0 for line in run.metrics),
         "prunes": sum(event["kind"] == "prune" for event in run.events),
         "events": [event | {"text": _describe(event)} for event in run.events],
@@ -119,6 +119,12 @@ def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
         "config": list(_flat(run.config)),
         "environment": list(_flat(run.environment)),
     }
+
+
+def _compared_with(summary: Mapping[str, Any]) -> tuple[float, str] | None:
+    """The accuracy of the network without pruning and what that network is; None where none was measured."""
+    twins = {"unpruned_accuracy": "unpruned, trained alike", "given_accuracy": "with the given weights, unpruned"}
+    return next(((summary[name], what) for name, what in twins.items() if summary.get(name) is not None), None)
 
 
 def _about(run: ReportedRun) -> Iterator[str]:

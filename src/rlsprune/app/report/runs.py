@@ -26,6 +26,14 @@ NUMBERS = (
 )
 """What an epoch's line may tell."""
 
+_SUMMARY_NUMBERS = (
+    "accuracy",
+    "unpruned_accuracy",
+    "given_accuracy",
+    "latency_ms",
+    "latency_unpruned_ms",
+    "latency_batch",
+)
 _LARGEST = 1e100  # of a number; beyond it arithmetic overflows
 _MOST = 2**63  # of a count
 _REMEDY = "restore it, or start the run again"
@@ -149,8 +157,15 @@ def _event(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_summary(path: Path, summary: dict[str, Any]) -> None:
-    for name in ("accuracy", "loss", "latency_ms", "latency_unpruned_ms", "latency_batch"):
+    for name in _SUMMARY_NUMBERS:
         summary[name] = _number(path, "it", summary, name)
+    speedups = summary.setdefault("speedups", [])
+    if not isinstance(speedups, list) or not all(isinstance(row, dict) for row in speedups):
+        raise FileError(path, "its speedups are not a list of objects", _REMEDY)
+    for row in speedups:
+        _check_counts(path, "speedups", row, ("batch",))
+        for name in ("low", "median", "high"):
+            row[name] = _number(path, "speedups", row, name)
     rows = _layers(path, "it", summary.get("layers", []))
     summary["layers"] = [vars(row) for row in rows]
     kept = summary.get("kept_inputs")

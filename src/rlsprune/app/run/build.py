@@ -53,6 +53,7 @@ def build_recipe(
     lr: float,
     build_model: Callable[[], nn.Module],
     prepare: Callable[[nn.Module], object],
+    delivered: Callable[[nn.Module], nn.Module] = lambda model: model,
     method: Callable[[nn.Module, Optimizer, Tensor], Method] | None = None,
 ) -> Recipe:
     """The recipe of a run: what its config says, and what only its command knows.
@@ -65,6 +66,7 @@ def build_recipe(
         lr: The optimizer's learning rate.
         build_model: As `Recipe` has it.
         prepare: As `Recipe` has it.
+        delivered: As `Recipe` has it.
         method: Builds what prunes; None for `build_method`.
     """
     return Recipe(
@@ -74,6 +76,7 @@ def build_recipe(
         layout=layout,
         build_model=build_model,
         prepare=prepare,
+        delivered=delivered,
         build_optimizer=lambda model: build_optimizer(config, model, lr),
         build_method=method or partial(build_method, config),
         loss=LOSSES[config.loss],

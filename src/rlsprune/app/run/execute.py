@@ -23,12 +23,12 @@ from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.method import Retained
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.recipe import Recipe
-from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, tail, total_percent
+from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, speedup_row, tail, total_percent
 from rlsprune.app.run.share import Share
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io.atomic import FileError
-from rlsprune.model.cost import count, latency
-from rlsprune.model.selector import kept_inputs
+from rlsprune.model.cost import count, latencies
+from rlsprune.model.selector import kept_features
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
 from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
@@ -36,6 +36,7 @@ from rlsprune.training.loop import EpochLoss, Evaluation, evaluation_sums, train
 
 __all__ = ["Run", "train_and_prune"]
 
+_LATENCY_BATCHES = (1, 64)  # of inputs
 _WEIGHED = 512  # held-out images that tell what cutting a layer costs
 
 
@@ -78,7 +79,9 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
     finally:
         observer.close()
     summary = current.share.by_first(current.summary)
-    folder.save_model(current.result, {"config": dict(recipe.config), "events": current.record.events})
+    folder.save_model(
+        recipe.delivered(current.result), {"config": dict(recipe.config), "events": current.record.events}
+    )
     folder.write_json("summary", summary)
     folder.drop_old_checkpoints()
     observer.end(summary)
@@ -199,6 +202,8 @@ class Run:
                 "seconds": time.perf_counter() - started,
                 "cpu_seconds": self.clock.used - before,
                 "gate_level": self.method.gate_level(),
+                "pruned": any(event["epoch"] == epoch for event in self.record.events),
+                "pruning_ended": self.method.ended,
                 "layers": layer_rows(counts, self.unpruned.counts),
             }
         )
@@ -251,24 +256,24 @@ class Run:
         """The run in a few numbers."""
         metrics, events = self.record.metrics, self.record.events
         last, final = tail(metrics, events), metrics[-1]
-        kept = _kept_inputs(self.model)
-        images = self.recipe.example(min(self.recipe.batch_size, len(self.data.train)))
-        # Both now, one after the other: other work on the machine then slows them alike.
-        unpruned_ms, _ = latency(self.recipe.in_layout(self.recipe.build_model()), images)
-        latency_ms, iqr = latency(self.model, images)
+        kept = next(iter(kept_features(self.model).values()), None)
+        networks = [self.recipe.in_layout(self.recipe.build_model()), self.result]
+        times = {batch: latencies(networks, self.recipe.example(batch)) for batch in _LATENCY_BATCHES}
+        unpruned_ms, latency_ms = map(statistics.median, times[_LATENCY_BATCHES[-1]])
         return {
             **self.recipe.title,
             "epochs": self.done,
-            "accuracy": statistics.fmean(line["accuracy"] for line in last),
-            "loss": statistics.fmean(line["test_loss"] for line in last),
-            "final_accuracy": final["accuracy"],
+            "accuracy": final["accuracy"],
+            "loss": final["test_loss"],
+            "mean_accuracy": statistics.fmean(line["accuracy"] for line in last),
+            "mean_loss": statistics.fmean(line["test_loss"] for line in last),
             "nodes_percent": final["nodes_percent"],
             "weights_percent": final["weights_percent"],
             "flops_percent": final["flops_percent"],
             "latency_ms": latency_ms,
-            "latency_iqr_ms": iqr,
             "latency_unpruned_ms": unpruned_ms,
-            "latency_batch": len(images),
+            "latency_batch": _LATENCY_BATCHES[-1],
+            "speedups": [{"batch": batch, **speedup_row(*pair)} for batch, pair in times.items()],
             "seconds": sum(line["seconds"] for line in metrics),
             "cpu_seconds": self.clock.used,
             "events": sum(event["kind"] == "prune" for event in events),
@@ -396,11 +401,3 @@ def _fitting(folder: RunFolder) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         problem = f"its checkpoint does not fit this run ({type(error).__name__}: {error})"
         raise FileError(folder.path, problem, "resume it with the version and settings that wrote it") from error
-
-
-def _kept_inputs(model: nn.Module) -> list[int] | None:
-    for layer in model.modules():
-        kept = kept_inputs(layer)
-        if kept is not None:
-            return [int(index) for index in kept]
-    return None

@@ -49,6 +49,10 @@ class Method(Protocol):
     def settled(self) -> bool:
         """Whether nothing depends on the gate's loss any more, so that held-out images may be trained on."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether no prune will come any more."""
+
     def follow(self, copy: nn.Module) -> None:
         """From now on prunes a copy of the network (a moving average of it, say) as it prunes the network."""
 

@@ -65,6 +65,11 @@ class RLSPruning(NoPruning):
         """Whether pruning has ended with a network that recovered."""
         return self._reunite and self.pruner.done and self.pruner.recovered
 
+    @property
+    def ended(self) -> bool:
+        """The pruner's target is reached, or the run is too near its end."""
+        return self.pruner.done
+
     def follow(self, copy: nn.Module) -> None:
         """The pruner prunes it alike, and refits it by itself."""
         self.pruner.follow(copy)
@@ -93,9 +98,9 @@ class RLSPruning(NoPruning):
         return self._newest(seen)
 
     def gate_level(self) -> float | None:
-        """The pruner's, from its first prune on, until the network is settled."""
+        """The pruner's, from its first prune on, until the last one has been recovered from."""
         level = self.pruner.gate_level
-        return None if self.settled or math.isinf(level) else level
+        return None if (self.ended and self.pruner.recovered) or math.isinf(level) else level
 
     def missed_target(self) -> float | None:
         """The run's target, unless it is reached."""

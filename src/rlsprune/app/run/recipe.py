@@ -42,6 +42,8 @@ class Recipe:
     """A fresh network at full size, on the device, of which all percentages are."""
     prepare: Callable[[nn.Module], object] = lambda model: None
     """Called with that network when a run begins, not when it is resumed: gives it weights or a shape."""
+    delivered: Callable[[nn.Module], nn.Module] = lambda model: model
+    """The network as it goes into the file, of the one that is trained on these data."""
     build_optimizer: Callable[[nn.Module], Optimizer]
     build_method: Callable[[nn.Module, Optimizer, Tensor], Method]
     """From the network, its optimizer and an example of its input."""
