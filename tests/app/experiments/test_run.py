@@ -158,6 +158,17 @@ def test_held_out_gate_takes_its_images_from_the_training_split() -> None:
     assert len(load_data(make_config("digits-fnn", "none", train_images=240)).train) == 240
 
 
+def test_settings_can_be_chosen_without_a_look_at_the_test_images() -> None:
+    whole = load_data(make_config("digits-fnn", "none"))
+    apart = load_data(make_config("digits-fnn", "none", test_on="held-out"))
+    assert len(apart.train) + len(apart.test) == len(whole.train)
+    ours, kept = ({image.numpy().tobytes() for image in split.images} for split in (apart.test, apart.train))
+    assert ours | kept == {image.numpy().tobytes() for image in whole.train.images}
+    tested = load_data(make_config("digits-fnn", "rls", test_on="held-out"))
+    assert tested.valid is not None
+    assert bool((tested.test.images == apart.test.images).all()), "the gate's images are others"
+
+
 def test_gate_is_the_loss_that_was_asked_for(tmp_path: Path, tiny: dict[str, Any]) -> None:
     lines = {}
     for gate in ("train", "batch", "valid"):
