@@ -479,3 +479,9 @@ def test_every_size_is_cut_from_the_whole_network(trained: nn.Module) -> None:
     weights = [parameter.clone() for parameter in trained.parameters()]
     form.apply(first)
     assert all(torch.equal(one, other) for one, other in zip(weights, trained.parameters(), strict=True))
+
+
+def test_a_target_out_of_reach_is_said(trained: nn.Module) -> None:
+    with pytest.warns(UserWarning, match="out of reach"):
+        rlsprune.shrink(trained, batches(0, 4), target={"params": 0.1}, min_channels=32)
+    assert (trained[0].out_features, trained[2].out_features) == (32, 32)

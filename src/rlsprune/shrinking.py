@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
-from rlsprune.model.cost import count
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.closed_form import ClosedForm, NothingToPruneError, Report
+from rlsprune.prune.front import Front, FrontPoint, Score, Shrunk
 from rlsprune.prune.rebuild import Calibration
-from rlsprune.prune.snapshot import Snapshot
 from rlsprune.training.batches import GivenBatches, Pair, split
 from rlsprune.training.guard import Guard
 from rlsprune.training.loop import Loss, train_epoch
@@ -33,54 +30,8 @@ _SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the 
 # Inputs that run together: at most so many, and fewer if one has more entries than the second number over them.
 _PIECE, _PIECE_ENTRIES = 128, 2**21
 
-Score = Callable[[nn.Module], float]
-"""How good a network is, higher is better. It is called with the network itself, to be left as it is."""
-
 Progress = Report
 """Is told what is being done, how much of it is done, and of how much: None where nobody knows."""
-
-
-@dataclass(frozen=True)
-class FrontPoint:
-    """A network on the way from the given one to the smallest."""
-
-    params: int
-    flops: int
-    """Of one input."""
-    score: float
-    """After recovery."""
-    score_pruned: float
-    """Right after the cut, before any training."""
-    epochs: int
-    """Of recovery, since the beginning."""
-    seconds: float
-    """Since the beginning, without the time it took to score and to tell `on_point`."""
-    within: bool
-    """Whether its score is within the allowed drop."""
-
-
-@dataclass(frozen=True, eq=False)
-class Shrunk:
-    """What `shrink` gives back."""
-
-    model: nn.Module
-    """The network that was given, smaller."""
-    chosen: FrontPoint
-    """Which point of the front it is."""
-    front: tuple[FrontPoint, ...]
-    """The given network first, then the sizes that were tried, in the order in which they were."""
-
-    def __str__(self) -> str:
-        first = self.front[0]
-        lines = [f"{'params':>12} {'%':>6} {'FLOPs %':>8} {'score':>8} {'right after':>12} {'epochs':>7}"]
-        for point in self.front:
-            mark = "  ← this one" if point is self.chosen else ""
-            lines.append(
-                f"{point.params:>12,} {100 * point.params / first.params:>6.1f} "
-                f"{100 * point.flops / max(first.flops, 1):>8.1f} {point.score:>8.2f} {point.score_pruned:>12.2f} "
-                f"{point.epochs:>7}{mark}"
-            )
-        return "\n".join(lines)
 
 
 def shrink(
@@ -181,7 +132,7 @@ def shrink(
 
     was_training = model.training
     cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
-    front = _Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
+    front = Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
     with contextlib.ExitStack() as stack:
         stack.callback(forget_compiled_code)
         stack.callback(model.train, was_training)
@@ -230,7 +181,7 @@ class _Cutter:
         )
 
 
-def _at_once(front: _Front, cutter: _Cutter, target: Mapping[str, float] | None, max_drop: float | None) -> None:
+def _at_once(front: Front, cutter: _Cutter, target: Mapping[str, float] | None, max_drop: float | None) -> None:
     """Closed form: one cut, or a search by halving for the smallest network within the drop."""
     form = cutter.look()
 
@@ -242,7 +193,18 @@ def _at_once(front: _Front, cutter: _Cutter, target: Mapping[str, float] | None,
         return front.points[-1].within
 
     lowest = dict(target) if target else {"flops": 0.0}
-    if attempt(lowest) or max_drop is None:
+    reached = attempt(lowest)
+    first, last = front.points[0], front.points[-1]
+    missed = {
+        what: getattr(last, what) / max(getattr(first, what), 1) for what in lowest if what != "latency" and target
+    }
+    if missed and all(share > lowest[what] for what, share in missed.items()):
+        warnings.warn(
+            f"target={dict(lowest)} is out of reach: with all that may go, {missed} is left. Look at ignore, "
+            "min_channels and round_to, and at what rlsprune.Pruner(…).skipped says of this network",
+            stacklevel=3,
+        )
+    if reached or max_drop is None:
         return
     low, high = 0.0, 1.0  # how far from the lowest towards the whole network
     for _ in range(_SEARCH_STEPS):
@@ -254,7 +216,7 @@ def _at_once(front: _Front, cutter: _Cutter, target: Mapping[str, float] | None,
 
 
 def _in_rounds(
-    front: _Front, cutter: _Cutter, recovery: _Recovery, target: Mapping[str, float] | None, ratio: float
+    front: Front, cutter: _Cutter, recovery: _Recovery, target: Mapping[str, float] | None, ratio: float
 ) -> None:
     """Cut, train, look; again."""
     kept = dict.fromkeys(target or {"flops": 0.0}, 1.0)  # of the given network, by what was aimed at so far
@@ -295,7 +257,7 @@ class _Recovery:
         self._make, self._epochs, self._tell = optimizer, epochs, tell
         self._guard = Guard(model)
 
-    def run(self, name: str, front: _Front) -> None:
+    def run(self, name: str, front: Front) -> None:
         """Until the score is back, or the epochs are used up."""
         optimizer, batches = self._make(self._model), len(self._batches)
         steps = max(1, self._epochs * batches)
@@ -323,94 +285,6 @@ class _Recovery:
         finally:
             if isinstance(optimizer, RLS):
                 optimizer.close()
-
-
-class _Front:
-    """The points so far, and the best network among them."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        example: ExampleInputs,
-        score: Score,
-        max_drop: float | None,
-        on_point: Callable[[FrontPoint, nn.Module], object] | None,
-        own_score: float | None,
-    ) -> None:
-        self._model, self._example = model, example
-        self._score_of, self._max_drop, self._on_point = score, max_drop, on_point
-        self._started, self.epochs = time.perf_counter(), 0
-        self.points: list[FrontPoint] = []
-        self._score = self._score_pruned = self._scored() if own_score is None else own_score
-        if self._score != self._score:
-            raise ValueError("the score of the given network is not a number: check score, loss and targets")
-        self.add()
-
-    def check(self) -> None:
-        """Refuses a score that is the same for a network that always says the same.
-
-        Raises:
-            ValueError: It is.
-        """
-        before = Snapshot(self._model, copy=True)
-        try:
-            with torch.no_grad():
-                for parameter in self._model.parameters():
-                    parameter.zero_()
-            silent = self._scored()
-        finally:
-            before.restore()
-        if silent == self.points[0].score:
-            raise ValueError(
-                f"the score is {silent:g} for the given network and for one whose weights are all zero: it cannot tell "
-                "networks apart, so max_drop has no meaning. Check score and valid"
-            )
-
-    def pruned(self) -> None:
-        """The network has just been cut."""
-        self._score = self._score_pruned = self._scored()
-
-    def trained(self) -> None:
-        """An epoch of recovery is over."""
-        self.epochs += 1
-        self._score = self._scored()
-
-    def add(self) -> None:
-        """The network as it is now is a point of the front."""
-        params, flops = count(self._model, self._example)
-        seconds = time.perf_counter() - self._started
-        first = self.points[0].score if self.points else self._score
-        within = self._max_drop is None or self._score >= first - self._max_drop
-        point = FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within)
-        self.points.append(point)
-        if within:  # and so smaller than any before that was
-            self.chosen = point
-            self._best = Snapshot(self._model, copy=True)
-        if self._on_point is not None:
-            with self._untimed():
-                self._on_point(point, self._model)
-
-    def restore(self) -> None:
-        """Whatever happened: the smallest network that was good enough."""
-        self._best.restore()
-
-    @property
-    def recovered(self) -> bool:
-        """Whether the score is back where it was at the beginning."""
-        return self._score >= self.points[0].score
-
-    def _scored(self) -> float:
-        with self._untimed():
-            return float(self._score_of(self._model))
-
-    @contextlib.contextmanager
-    def _untimed(self) -> Iterator[None]:
-        """What happens inside is taken out of the time that counts."""
-        before = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._started += time.perf_counter() - before
 
 
 def _pieces(sample: Iterable[Pair]) -> Calibration:

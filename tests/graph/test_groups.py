@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -391,3 +392,14 @@ def test_features_read_by_a_weight_that_reads_something_else_too_are_left_alone(
     graph = find_groups(model, torch.rand(1, 20))
     assert "input" not in [group.name for group in graph]
     assert "shares its weight with" in graph.skipped["input"]
+
+
+def test_a_weight_that_the_forward_uses_elsewhere_keeps_its_inputs() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = torch.relu(net.a(x))
+        return net.b(nn.functional.linear(hidden, net.a.weight.t())) + net.d(net.c(x))
+
+    layers = {"a": nn.Linear(6, 9, bias=False), "b": nn.Linear(6, 2), "c": nn.Linear(6, 5), "d": nn.Linear(5, 2)}
+    graph = find_groups(Custom(forward, **layers), torch.rand(2, 6))
+    assert "the network does not run without some of its features" in graph.skipped["input"]
+    assert [group.name for group in graph] == ["c"]

@@ -597,3 +597,12 @@ def test_equal_models_give_equal_files(tmp_path: Path) -> None:
     own = Odd().state_dict()
     assert read.keys() == own.keys()
     assert all(torch.equal(read[name], own[name]) and read[name].dtype == own[name].dtype for name in own)
+
+
+def test_a_name_that_no_system_takes_is_refused() -> None:
+    with pytest.raises(FileError, match=r"'a\\x00b': there is a NUL character in it"):
+        save(fnn(), "a\0b")
+    with pytest.raises(FileError, match="NUL character"):
+        load("a\0b", fnn())
+    with pytest.raises(FileError, match="NUL character"):
+        read_metadata("a\0b")

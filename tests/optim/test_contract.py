@@ -451,3 +451,19 @@ def test_layers_without_inputs_or_outputs_are_left_to_momentum_sgd() -> None:
     model(torch.rand(5, 8)).sum(1).mean().backward()
     optimizer.step()
     torch.testing.assert_close(model[1].bias.data, before - 0.5)
+
+
+def test_a_layer_resized_by_hand_is_named() -> None:
+    for cut in (lambda weight: weight[:, :3], lambda weight: weight[:3]):
+        model = nn.Linear(5, 4, bias=False)
+        optimizer = rlsprune.RLS(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.rand(6, model.weight.shape[1])).square().sum().backward()
+            if model.weight.numel() == 20:
+                optimizer.step()
+                model.weight.data = cut(model.weight.data).clone()
+        before = model.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=r"layer '' was resized: its (P|velocity) is of size .* new optimizer"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)

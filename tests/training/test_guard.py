@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Once]], Callable[..., Any] | None,
     "loss": (lambda: {"loss": Once(8)}, None, "the loss is nan"),
     "gradient": (lambda: {"gradient": Once(8)}, None, "not finite: the gradient of layer '2'"),
     "gradient, SGD": (lambda: {"gradient": Once(8)}, SGD, "the gradient of '2.weight' is not finite"),
-    "P": (lambda: {"P": Once(7)}, None, "not finite: P .* of layer '0'"),
+    "P": (lambda: {"P": Once(7)}, None, "not positive definite: P of layer '0'"),
 }
 WHERE = "epoch 3, batch 2: "  # the eighth step
 
@@ -139,7 +139,7 @@ def test_skipped_batch_changes_nothing_and_is_named(tmp_path: Path, case: str) -
 
 def test_spoilt_p_is_skipped_until_a_prune_needs_it(tmp_path: Path) -> None:
     with (
-        pytest.warns(UserWarning, match="not finite: P .* the batch was skipped") as caught,
+        pytest.warns(UserWarning, match=r"not positive definite: P .* the batch was skipped") as caught,
         pytest.raises(FaultError, match=r"is saved up to epoch 2: P is not positive definite"),
     ):
         train_and_prune(sabotaged("skip", epochs=6, P=Once(7)), RunFolder(tmp_path))

@@ -13,7 +13,7 @@ from rlsprune.graph.groups import ChannelGraph, Group, Member
 from rlsprune.graph.layers import unprunable
 from rlsprune.graph.observe import Call, Observation, RawInput, observe
 from rlsprune.graph.trace import trace_groups
-from rlsprune.graph.verify import verify_groups
+from rlsprune.graph.verify import verify_groups, verify_inputs
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import preserved
@@ -46,8 +46,9 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
         seen = observe(model, call)
         drafts, skipped = trace_groups(model, call, seen, ignored)
         groups, failed = verify_groups(model, call, drafts)
-    inputs, raw = _input_groups(model, seen, ignored)
-    return ChannelGraph([*inputs, *groups], {**raw, **skipped, **failed})
+        inputs, raw = _input_groups(model, seen, ignored)
+        inputs, unreadable = verify_inputs(model, call, inputs)
+    return ChannelGraph([*inputs, *groups], {**raw, **unreadable, **skipped, **failed})
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_map
 from rlsprune.graph.cuts import cut, plan_cuts
 from rlsprune.graph.groups import Group
 from rlsprune.graph.observe import Call, hooked
-from rlsprune.model.calls import output_tensors
+from rlsprune.model.calls import bare_copy, output_tensors
 from rlsprune.model.interrupts import stop_if_interrupted
+from rlsprune.model.selector import select_inputs
+from rlsprune.model.tensors import complement
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _SEED = 0
@@ -44,6 +46,43 @@ def verify_groups(model: nn.Module, call: Call, groups: Sequence[Group]) -> tupl
     for selection in [*selections, shared[:1]] if shared else []:
         for amount in (0.0, 1.0):
             trial.search([group for group in selection if group.name not in failed], amount, failed)
+    return [group for group in groups if group.name not in failed], failed
+
+
+def verify_inputs(model: nn.Module, call: Call, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
+    """Keep the groups of input features of which one can go: tried on a copy, which has weights of its own there.
+
+    A network may use the weight of a layer elsewhere in its forward, which no module tells.
+
+    Returns:
+        The groups that passed, and name → reason of the others.
+    """
+    failed: dict[str, str] = {}
+    for group in groups:
+        whole, small = (bare_copy(model, share_parameters=True) for _ in range(2))
+        for member in group.consumers:
+            gone = member.index[-1].flatten()
+            zeroed, layer = whole.get_submodule(member.name), small.get_submodule(member.name)
+            assert isinstance(zeroed, nn.Linear)
+            assert isinstance(layer, nn.Linear)
+            with torch.no_grad():
+                zeroed.weight = nn.Parameter(zeroed.weight.index_fill(1, gone.to(zeroed.weight.device), 0))
+                stay = complement(layer.in_features, gone)
+                select_inputs(layer, stay)
+                layer.weight = nn.Parameter(layer.weight.index_select(1, stay.to(layer.weight.device)))
+                layer.in_features = len(stay)
+        try:
+            with torch.no_grad():
+                torch.manual_seed(_SEED)
+                outputs = output_tensors(whole(*call.args, **call.kwargs))
+                torch.manual_seed(_SEED)
+                others = output_tensors(small(*call.args, **call.kwargs))
+        except Exception as error:
+            failed[group.name] = f"the network does not run without some of its features ({_first_line(error)})"
+            continue
+        tolerance = max(_TOLERANCE.get(tensor.dtype, 1e-1) for tensor in [*outputs, torch.zeros(0)])
+        if any(a.shape != b.shape or not _close(a, b, tolerance) for a, b in zip(outputs, others, strict=True)):
+            failed[group.name] = "without some of its features the output is not what it is with them zeroed"
     return [group for group in groups if group.name not in failed], failed
 
 

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["FileError", "StorageError", "flush", "make_folder", "read_text", "replacing", "storing"]
+__all__ = ["FileError", "StorageError", "check_name", "flush", "make_folder", "read_text", "replacing", "storing"]
 
 MAX_TEXT = 64 * 2**20
 """Bytes of a text file that are read at most: parsed, JSON takes a multiple of that."""
@@ -48,9 +48,16 @@ class StorageError(OSError):
         self.path = Path(path)
 
 
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Raises `FileError` for what no system takes as the name of a file."""
+    if "\0" in os.fspath(path):
+        raise FileError(repr(os.fspath(path)), "there is a NUL character in it", "give the name of a file")
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path beside `path` to write to; it takes the place of `path` at the end, or vanishes if there is an error."""
+    check_name(path)
     final = Path(os.path.realpath(path))  # through a symbolic link: replace its target, not the link
     if not final.parent.is_dir():
         raise FileNotFoundError(f"cannot write {os.fspath(path)}: there is no folder {final.parent}; make it first")
@@ -108,6 +115,7 @@ def read_text(path: str | os.PathLike[str], remedy: str) -> str:
     Raises:
         FileError: It is missing, not a regular file (a pipe or a device would never end), not UTF-8, or absurdly large.
     """
+    check_name(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:

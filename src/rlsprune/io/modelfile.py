@@ -26,7 +26,7 @@ from rlsprune.model.selector import check_kept, full_in_features, kept_inputs, s
 from rlsprune.model.sizes import read_sizes, write_sizes
 from rlsprune.model.tensors import memory_format, replace_data
 
-__all__ = ["load", "read_checksum", "read_metadata", "save"]
+__all__ = ["load", "read_checksum", "read_metadata", "save", "verify"]
 
 FORMAT = 1
 _KEY = "rlsprune"
@@ -136,6 +136,21 @@ def read_checksum(path: str | os.PathLike[str]) -> str:
     """
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
         return file.checksum
+
+
+def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a whole file of `save` and compares it with its checksum.
+
+    Returns:
+        What `read_metadata` does.
+
+    Raises:
+        FileError: If the file is damaged or not ours.
+        OSError: If it cannot be read.
+    """
+    with tensorfile.reading(path, _KEY, _REMEDY) as file:
+        file.tensors()
+    return read_metadata(path)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlsprune.io.atomic import FileError, replacing
+from rlsprune.io.atomic import FileError, check_name, replacing
 from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["DTYPES", "Entry", "TensorFile", "opened", "parse_json", "reading", "write"]
@@ -78,7 +78,8 @@ class TensorFile:
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, without a look at the checksum."""
-        tensor: Tensor = self._file.get_tensor(name)
+        with uninterrupted():  # safetensors takes Ctrl-C for damage
+            tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -159,7 +160,8 @@ def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
         path: The file.
         remedy: What the user can do.
     """
-    status = _status(path, remedy)
+    check_name(path)
+    status = Path(path).stat()
     if not stat.S_ISREG(status.st_mode):
         raise FileError(path, "is not a regular file", remedy)
     with Path(path).open("rb") as raw:
@@ -173,7 +175,8 @@ def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
     if next(itertools.islice(_OBJECT.finditer(header), MAX_TENSORS, None), None) is not None:
         raise FileError(path, f"has a header that lists more than {MAX_TENSORS:,} tensors", remedy)
     try:
-        mapped = safe_open(path, framework="pt", device="cpu")
+        with uninterrupted():
+            mapped = safe_open(path, framework="pt", device="cpu")
     except (RuntimeError, MemoryError) as error:
         raise FileError(path, f"cannot be mapped into memory ({str(error).partition('<')[0]})", remedy) from error
     except SafetensorError as error:
@@ -185,13 +188,6 @@ def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
         raise FileError(path, f"is not a sound safetensors file ({str(error)[:200]})", remedy) from error
     except ValueError as error:
         raise FileError(path, str(error), remedy) from error
-
-
-def _status(path: str | os.PathLike[str], remedy: str) -> os.stat_result:
-    try:
-        return Path(path).stat()
-    except ValueError as error:
-        raise FileError(path, f"cannot be the name of a file ({error})", remedy) from error
 
 
 def parse_json(text: str) -> Any:

@@ -42,7 +42,7 @@ class FaultWatch:
         for device in gates:
             flags = torch.cat([flags.to(device, non_blocking=True) for _, flags in checks])
             if not waits:
-                return None if self._tell(_failed(names, flags), stacklevel=7) else gates
+                return None if self._tell(_failed(names, flags), stacklevel=6) else gates
             gates[device] = flags.all()
             if device == waits[0]:
                 self._looks.append(_Look(names, flags))
@@ -55,7 +55,7 @@ class FaultWatch:
             wait: For results that are still under way on an accelerator.
         """
         while self._looks and (wait or len(self._looks) > _MOST_UNDER_WAY or self._looks[0].arrived):
-            self._tell(self._looks.popleft().failed(), stacklevel=4 if wait else 6)
+            self._tell(self._looks.popleft().failed(), stacklevel=4 if wait else 5)
 
     def __getstate__(self) -> dict[str, object]:
         return {"on_fault": self.on_fault, "_looks": deque()}  # what is under way on a device stays there

@@ -28,8 +28,10 @@ class Look(NamedTuple):
 
     excitation: Tensor
     """``xᵀPx``."""
-    size: Tensor
-    """``xᵀx`` times about the largest eigenvalue of P: what rounding errors of ``xᵀPx`` are relative to."""
+    square: Tensor
+    """``xᵀx``."""
+    largest: Tensor
+    """About the largest eigenvalue of P; times ``xᵀx`` it is what rounding errors of ``xᵀPx`` are relative to."""
     definite: Tensor
     """Whether P is positive definite."""
     finite: Tensor
@@ -108,8 +110,8 @@ class Whole:
     def prepare(self, x: Tensor, gradients: Matrices) -> Look:
         """See :class:`Form`."""
         self._u, self._excitation = functional.gain(self.P, x)
-        size = torch.linalg.vecdot(x, x) * self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
-        return Look(self._excitation, size, self._excitation >= 0, functional.all_finite(*gradients))
+        square, largest = torch.linalg.vecdot(x, x), self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
+        return Look(self._excitation, square, largest, self._excitation >= 0, functional.all_finite(*gradients))
 
     def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
         """See :class:`Form`."""
@@ -195,7 +197,7 @@ class Factored:
         self._Z = whitener.to(C.dtype) @ C
         self._thin = factors.thin_product(self._Z, *gradients)
         finite = self._thin.sum((1, 2)).isfinite() if rows else functional.all_finite(*gradients)
-        return Look(excitation, self._square * self._p, sound & (excitation >= 0), finite)
+        return Look(excitation, self._square, self._p, sound & (excitation >= 0), finite)
 
     def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
         """See :class:`Form`."""

@@ -90,13 +90,14 @@ class LayerStep:
         h = group["forgetting"] + group["mean_scale"] * look.excitation
         # P has shrunk to about 1/(k·xᵀx) in the direction of x, and is rounded to its largest eigenvalue.
         most = MOST_ROUNDED / (group["mean_scale"] * torch.finfo(mean.dtype).eps)
-        sound = [look.size.isfinite(), look.finite, look.definite, look.size < most]
+        # In this order the first that fails is the cause: what is not finite spoils what comes after it.
+        sound = [look.square.isfinite(), look.definite, look.finite, look.square * look.largest < most]
         names = [
             (layer.place, f"{fault} layer {layer.group['name']!r}")
             for fault in (
                 "not finite: the input of",
-                "not finite: the gradient of",
                 "not positive definite: P of",
+                "not finite: the gradient of",
                 f"too large for P in {mean.dtype} (scale the inputs, or give RLS dtype=torch.float64): the input of",
             )
             for layer in layers

@@ -263,9 +263,24 @@ class RLS(Optimizer):
         mean = recorder.mean.to(weight.device)
         state = self.state[weight]
         entry = state.get(INVERSE)
+        self._check_unresized(group, mean)
         # A model that was moved takes its P along.
         state[INVERSE] = initial_entry(mean, group["p0"], self._rank) if entry is None else moved(entry, mean)
         return ReadyLayer(place, group, weight, bias, mean)
+
+    def _check_unresized(self, group: dict[str, Any], mean: Tensor) -> None:
+        """Raises if something has given the layer another size without cutting what is kept for it."""
+        form = self.form(group["params"][0])
+        sizes = [] if form is None else [("P", form.like.shape[-1:], mean.shape[-1:])]
+        held = [(p, self.state.get(p, {})) for p in group["params"]]
+        sizes += [("velocity", state[VELOCITY].shape, p.shape) for p, state in held if VELOCITY in state]
+        for what, was, now in sizes:
+            if was != now:
+                raise RuntimeError(
+                    f"layer {group['name']!r} was resized: its {what} is of size {tuple(was)}, the layer of "
+                    f"{tuple(now)}. Prune with rlsprune.Pruner, which cuts the optimizer's state as well, or make a "
+                    "new optimizer"
+                )
 
     # --- P ------------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from rlsprune.prune.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
 
-__all__ = ["Choice", "find_curves"]
+__all__ = ["Eliminations", "find_curves"]
 
 _DAMPING = 1e-3
 _ROWS_IN_ROWS = 2048  # of a layer with too many inputs for a matrix of them
@@ -44,7 +44,7 @@ class _Seen:
 
 
 @dataclass
-class Choice:
+class Eliminations:
     """What a look at the whole network tells."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def find_curves(
     sites: Mapping[tuple[str, int], Site],
     batches: Calibration,
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
-) -> Choice:
+) -> Eliminations:
     """For each group the order in which its units go, and what that costs.
 
     The network runs once, stopped at every layer; the inputs of one layer are held at a time, or of all that read one
@@ -79,7 +79,7 @@ def find_curves(
     wanted = set().union(*waiting.values()) if waiting else set()
     calls = Counter(site.layer for site in sites.values() if site.layer in wanted)
     seen: dict[str, _Seen] = {}
-    choice = Choice()
+    choice = Eliminations()
     curves = choice.curves
     lanes = batches.lanes(sites)
 

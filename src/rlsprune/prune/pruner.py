@@ -375,6 +375,7 @@ class Pruner:
             ValueError: The state is of another network, or of other copies of it. Nothing has changed then.
         """
         history = [PruneEvent.from_dict(event) for event in state["history"]]
+        self._network.trace_again()
         self._check_sizes(history)
         recovered = None
         if state["recovered"] is not None:

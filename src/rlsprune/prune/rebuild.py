@@ -51,19 +51,20 @@ class Calibration(NamedTuple):
 
 def draw_places(stops: Sequence[Stop], seed: int) -> list[Tensor]:
     """Rows of a layer to work with, the same share of each piece's; the same again for the same seed."""
-    product, places = stops[0].product, sum(stop.product.places for stop in stops)
+    product = stops[0].product
+    counted = [stop.places() for stop in stops]
+    sizes = [stop.product.places if own is None else len(own) for stop, own in zip(stops, counted, strict=True)]
     width = product.width + 1
     most = _MOST_ENTRIES // (width * product.groups)
     wanted = min(max(_ROWS_PER_INPUT * width, min(_LEAST_ROWS, most)), max(most, 64))
     generator = torch.Generator().manual_seed(seed)
     drawn = []
-    for stop in stops:
-        own = stop.product.places
-        share = math.ceil(wanted * own / max(places, 1))
-        if share >= own:
-            drawn.append(torch.arange(own))
-        else:
-            drawn.append(torch.unique(torch.randint(own, (share,), generator=generator)))
+    for own, size in zip(counted, sizes, strict=True):
+        share = math.ceil(wanted * size / max(sum(sizes), 1))
+        where = torch.arange(size)
+        if share < size:
+            where = torch.unique(torch.randint(size, (share,), generator=generator))
+        drawn.append(where if own is None else own[where])
     return drawn
 
 

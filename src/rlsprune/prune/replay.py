@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ class Stop:
     """After batch norms and the sum, if they were computed."""
     other: Tensor | None = None
     """The other summand."""
+    padding: Tensor | None = None
+    """The call's ``attention_mask``: zero for tokens that fill up a sequence."""
+
+    def places(self) -> Tensor | None:
+        """Places of the output that count; None for all."""
+        if self.padding is None or self.padding.shape != self.product.spatial:
+            return None
+        return self.padding.flatten().nonzero().flatten().cpu()
 
 
 class Replay:
@@ -112,8 +120,9 @@ class _Watch(TorchFunctionMode):
     def _stop(self, stop: Stop) -> None:
         if self._skip:
             self._skip -= 1
-        else:
-            self.lane.hand_out(stop)
+            return
+        mask = self._batch.get("attention_mask") if isinstance(self._batch, Mapping) else None
+        self.lane.hand_out(replace(stop, padding=mask if isinstance(mask, Tensor) else None))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

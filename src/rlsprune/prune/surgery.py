@@ -84,6 +84,11 @@ class LiveNetwork:
     def _present_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
 
+    def trace_again(self) -> None:
+        """Forgets what is known of the channels: the network may have got another shape."""
+        self._graph = None
+        self._shapes = self._present_shapes()
+
     def sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""
         sizes = {group.name: group.size for group in self.graph if group.is_input}
@@ -123,8 +128,7 @@ class LiveNetwork:
         """Puts back what snapshots hold."""
         for snapshot in snapshots:
             snapshot.restore()
-        self._graph = None  # it was the smaller network's
-        self._shapes = self._present_shapes()
+        self.trace_again()  # what is known is the smaller network's
 
     # --- several processes --------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ COMMANDS = [
     ["run"],
     ["fit"],
     ["report"],
+    ["check"],
     ["compare"],
     ["sweep"],
     ["pareto"],
@@ -223,3 +225,40 @@ def test_data_list_tells_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("digits") and "comes with" in line for line in lines)
     assert any(line.startswith("mnist") and "rlsprune data get mnist" in line for line in lines)
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--resume", ESCAPE],
+        ["report", ESCAPE],
+        ["pareto", ESCAPE],
+        ["run", ESCAPE],
+        ["fit", f"{ESCAPE}:f", "--data", ESCAPE],
+        [ESCAPE],
+        ["--debug", "report", ESCAPE],
+    ],
+)
+def test_what_is_named_cannot_command_the_terminal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) in (2, 3)
+    said = capsys.readouterr()
+    assert said.err
+    assert not set("\x1b\x07\u202e") & set(said.out + said.err)
+
+
+def test_what_is_written_and_warned_of_cannot_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / ESCAPE.replace("/", ""))
+    arguments = ["run", "--epochs", "1", "--warmup-epochs", "0", "--out", str(folder.path), "--threads", "1"]
+    assert main([*arguments, "--train-images", "100", "--test-images", "50"]) == 0
+    assert main(["run", "--resume", str(folder.path)]) == 0
+    assert main(["report", str(folder.path)]) == 0
+    (folder.path / "summary.json").unlink()
+    shutil.copytree(folder.path / "checkpoint" / "epoch-000001", folder.path / "checkpoint" / "epoch-000002")
+    assert main(["run", "--resume", str(folder.path), "--quiet"]) == 1  # a warning, which is an error in the tests
+    said = capsys.readouterr()
+    assert "the checkpoint" in said.err
+    assert cli._format_warning(UserWarning(ESCAPE), UserWarning, "file.py", 1).rstrip("\n").isprintable()
+    assert not set("\x1b\x07\u202e") & set(said.out + said.err)

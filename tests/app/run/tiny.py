@@ -54,11 +54,14 @@ def tiny_recipe(**changes: Any) -> Recipe:
 
 def numbers(folder: RunFolder) -> tuple[Any, ...]:
     """Everything in a finished run's folder that must not depend on what happened on the way."""
-    metrics = [{key: value for key, value in line.items() if key != "seconds"} for line in folder.read_lines("metrics")]
+    metrics = [
+        {key: value for key, value in line.items() if not key.endswith("seconds")}
+        for line in folder.read_lines("metrics")
+    ]
     summary = {
         key: value
         for key, value in folder.read_json("summary").items()
-        if key != "seconds" and not key.startswith("latency")
+        if not key.endswith("seconds") and not key.startswith("latency")
     }
     weights = {name: (tuple(tensor.shape), tensor.tolist()) for name, tensor in load_file(folder.model).items()}
     return metrics, folder.read_lines("events"), summary, weights

@@ -10,7 +10,7 @@ import rich  # noqa: F401  # typer does without, the progress display does not: 
 import typer
 
 import rlsprune
-from rlsprune.app.cli import bench, compare, data, fit, pareto, plan, report, run
+from rlsprune.app.cli import bench, check, compare, data, fit, pareto, plan, report, run
 from rlsprune.app.cli.main import ABOUT
 from rlsprune.distributed.torchrun import joined, started_by_torchrun
 
@@ -37,6 +37,7 @@ app.command("compare", epilog=compare.COMPARE_EXAMPLES)(compare.compare)
 app.command("sweep", epilog=compare.SWEEP_EXAMPLES)(compare.sweep)
 app.command("pareto", epilog=pareto.EXAMPLES)(pareto.pareto)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(data.app, name="data")

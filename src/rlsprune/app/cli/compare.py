@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.cli.speech import say
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.experiments.queue import COMPARED, PlannedRun
 from rlsprune.app.experiments.queue import comparison as plan_comparison
@@ -84,7 +85,7 @@ def compare(
             path.write_text(text, encoding="utf-8")
     draw_comparison(comparison, folder / "comparison.png")
     write_report([run.folder for run in runs], folder / "report.html")
-    typer.echo(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json, comparison.png and report.html")
+    say(f"{table}\nWritten to {folder / 'comparison.md'}, comparison.json, comparison.png and report.html")
 
 
 @options.with_training
@@ -127,7 +128,7 @@ def sweep(
     }
     draw_sweep(curves, f"{find_experiment(experiment).title}, {method}", folder / "sweep.png")
     write_report([run.folder for run in runs], folder / "report.html")
-    typer.echo(f"Written to {folder / 'sweep.png'} and report.html")
+    say(f"Written to {folder / 'sweep.png'} and report.html")
 
 
 def _out(out: Path | None, name: str) -> Path:
@@ -157,7 +158,7 @@ def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
         if any(getattr(config, name) != getattr(run.config, name) for name in _IDENTITY):
             raise ValueError(f"{run.folder} holds another run: {', '.join(config.differences(run.config))}")
         if differences := config.differences(run.config):
-            typer.echo(f"{run.folder.name} was run with {', '.join(differences)}", err=True)
+            say(f"{run.folder.name} was run with {', '.join(differences)}", err=True)
         found.append(replace(run, config=config))
     if not found:
         raise ValueError(f"there is no finished run in {folder}: leave out --finished to run them")

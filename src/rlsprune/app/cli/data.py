@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rlsprune.app.cli import options
+from rlsprune.app.cli.speech import say
 from rlsprune.app.data.catalog import ENTRIES
 
 __all__ = ["app"]
@@ -33,7 +34,7 @@ def show(data_dir: options.DataDir = None) -> None:
                 state = f"in {next(iter(found.values())).parent}"
             except DataError:
                 state = f"not here: rlsprune data get {name}"
-        typer.echo(f"{name:<14} {entry.title}: {state}")
+        say(f"{name:<14} {entry.title}: {state}")
 
 
 @app.command("get", epilog="Example: `rlsprune data get mnist`")
@@ -62,4 +63,4 @@ def get(
             bar.update(tasks[file], completed=done)
 
         files = get_data(name, data_dir, progress)
-    typer.echo(f"{name}: {len(files)} files in {files[0].parent}" if files else f"{name} needs no files")
+    say(f"{name}: {len(files)} files in {files[0].parent}" if files else f"{name} needs no files")

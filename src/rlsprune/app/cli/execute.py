@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from rlsprune.app.cli import folders
+from rlsprune.app.cli.speech import say
 from rlsprune.distributed.torchrun import leads
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def execute(
         summary = train(folder, observer(shown.hidden, path / "tensorboard" if shown.tensorboard and leads() else None))
     except KeyboardInterrupt:
         if folder.started:
-            typer.echo(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
+            say(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
         raise
     if not leads():
         return
@@ -76,14 +75,14 @@ def execute(
             for name in missing:
                 files[name](path / name)
     if shown.as_json:
-        typer.echo(json.dumps(summary))
+        say(json.dumps(summary))
         return
     if finished:
-        typer.echo(f"{path} is finished. {describe(summary)}")
+        say(f"{path} is finished. {describe(summary)}")
     if not shown.hidden:
         if "unpruned_accuracy" in summary:
-            typer.echo(f"Accuracy of the unpruned network, trained alike: {summary['unpruned_accuracy']:.2f} %")
+            say(f"Accuracy of the unpruned network, trained alike: {summary['unpruned_accuracy']:.2f} %")
         if "given_accuracy" in summary:
-            typer.echo(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
+            say(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
         written = ("model.safetensors", "model.onnx", "pixels.png", "report.html")
-        typer.echo(f"In {path}: {', '.join(name for name in written if (path / name).exists())}")
+        say(f"In {path}: {', '.join(name for name in written if (path / name).exists())}")

@@ -10,6 +10,7 @@ import typer
 
 from rlsprune.app.cli import folders, options
 from rlsprune.app.cli.execute import Shown, execute
+from rlsprune.app.cli.speech import say
 from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES, OPTIMIZERS
 from rlsprune.app.config.fit import FitConfig, make_fit_config
 from rlsprune.app.config.settings import OURS
@@ -181,7 +182,7 @@ def _execute(config: FitConfig, path: Path, shown: Shown) -> None:
     from rlsprune.app.fit.fit import missing_onnx_packages
 
     if missing := missing_onnx_packages():
-        typer.echo(
+        say(
             f'No model.onnx will be written: {", ".join(missing)} not installed; pip install "rlsprune[onnx]"', err=True
         )
 
@@ -193,7 +194,7 @@ def _execute(config: FitConfig, path: Path, shown: Shown) -> None:
         try:
             return run_fit(config, folder, observer, lambda: terminal.observer(shown.hidden))
         except ExportError as error:  # the training stands
-            typer.echo(f"No model.onnx was written: {error}", err=True)
+            say(f"No model.onnx was written: {error}", err=True)
             return folder.read_summary()
 
     execute("fit", path, train, shown)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import TypeGuard
 
 import rlsprune
+from rlsprune.model.arguments import printable
 
 __all__ = ["ABOUT", "main"]
 
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an arrow that a terminal does not know must not end a run
+    warnings.formatwarning, given_format = _format_warning, warnings.formatwarning
     try:
         from rlsprune.app.cli.app import execute
 
@@ -46,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(answer)
             return 0
         if debug:
-            traceback.print_exc()
+            sys.stderr.write(printable(traceback.format_exc()))
         return _explain(error, debug)
+    finally:
+        warnings.formatwarning = given_format
     return _say("interrupted", INTERRUPTED) if code == INTERRUPTED else code
 
 
@@ -87,6 +92,11 @@ def _explain(error: Exception, debug: bool) -> int:
     return _say(f"{type(error).__name__}: {message}{hint}", FAILED)
 
 
+def _format_warning(message: Warning | str, category: type[Warning], *place: object, **line: object) -> str:
+    """In one line: where in the code it was raised tells users nothing."""
+    return f"rlsprune: {category.__name__}: {printable(' '.join(str(message).split()))}\n"
+
+
 def _say(message: str, code: int) -> int:
-    sys.stderr.write(f"rlsprune: {' '.join(message.split())}\n")
+    sys.stderr.write(f"rlsprune: {printable(' '.join(message.split()))}\n")
     return code

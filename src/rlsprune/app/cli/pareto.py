@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rlsprune.app.cli import folders, options
+from rlsprune.model.arguments import printable
 
 __all__ = ["EXAMPLES", "pareto"]
 
@@ -68,12 +69,12 @@ def pareto(
             result = shrink_run(config, source, folder, settings, on_point=show, on_progress=progress)
     except (KeyboardInterrupt, FloatingPointError):
         if (folder / "pareto.json").exists():
-            typer.echo(f"Stopped. What there is so far is in {folder}", err=True)
+            typer.echo(printable(f"Stopped. What there is so far is in {folder}"), err=True)
         raise
     chosen = result["front"][result["chosen"]]
     share = 100 * chosen["params"] / full["params"]
     typer.echo(f"Chosen: {share:.1f} % of the parameters, accuracy {chosen['accuracy']:.2f} %")
-    typer.echo(f"Written to {folder}: model.safetensors, pareto.png and pareto.json")
+    typer.echo(printable(f"Written to {folder}: model.safetensors, pareto.png and pareto.json"))
 
 
 def _row(point: dict[str, Any], full: dict[str, Any]) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlsprune.app.cli.speech import say
+
 __all__ = ["EXAMPLES", "report"]
 
 EXAMPLES = """Examples: `rlsprune report runs/digits-fnn-rls-seed0` ·
@@ -33,12 +35,12 @@ def report(
 
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     if not watch:
-        typer.echo(f"Written to {write_report(runs, page)}")
+        say(f"Written to {write_report(runs, page)}")
         return
-    typer.echo(f"Keeping {page} up to date; open it in a browser. Ctrl-C ends watching.")
+    say(f"Keeping {page} up to date; open it in a browser. Ctrl-C ends watching.")
     try:
         keep_up(runs, page, every)
     except KeyboardInterrupt:
-        typer.echo(f"\nNo longer watching; {page} stays as it is.")
+        say(f"\nNo longer watching; {page} stays as it is.")
     else:
-        typer.echo("The runs are done." if len(runs) > 1 else "The run is done.")
+        say("The runs are done." if len(runs) > 1 else "The run is done.")

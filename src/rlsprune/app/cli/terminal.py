@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from rlsprune.app.run.observer import Observer, Observers
+from rlsprune.model.arguments import printable
 
 if TYPE_CHECKING:
     from rlsprune.app.run.method import Retained
@@ -63,7 +64,7 @@ def name_run(run: Mapping[str, Any]) -> str:
 
 def describe(summary: Mapping[str, Any]) -> str:
     """A finished run in one line."""
-    return (
+    return printable(
         f"{name_run(summary)}: accuracy "
         f"{summary['accuracy']:.2f} %, {summary['weights_percent']:.1f} % of the weights, "
         f"{summary['flops_percent']:.1f} % of the FLOPs, {summary['seconds']:.0f} s"
@@ -81,7 +82,7 @@ class LineObserver(Observer):
         """Says what is run."""
         self._epochs = epochs
         resumed = f", resumed after epoch {done}" if done else ""
-        self.console.print(f"{name_run(config)}, {epochs} epochs{resumed}")
+        self.console.print(printable(f"{name_run(config)}, {epochs} epochs{resumed}"))
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
         """The epoch's figures."""

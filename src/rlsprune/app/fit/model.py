@@ -20,6 +20,7 @@ from rlsprune.app.run.recipe import Layout
 from rlsprune.io import modelfile, tensorfile
 from rlsprune.io.atomic import FileError
 from rlsprune.model.arguments import quoted
+from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["find_builder", "find_layout", "load_weights"]
 
@@ -201,7 +202,8 @@ def _read_safetensors(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor
             {name: _Outline(tuple(e.get_shape()), dtypes.get(e.get_dtype())) for name, e in entries.items()},
             own,
         )
-        return {name: file.get_tensor(name).clone() for name in entries}
+        with uninterrupted():  # safetensors takes Ctrl-C for damage
+            return {name: file.get_tensor(name).clone() for name in entries}
 
 
 def _read_pickle(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -103,6 +103,23 @@ class Checkpoints:
             raise FileError(path, f"the checkpoint cannot be used ({reason}), and there is no sound one before", remedy)
         return None
 
+    def examine(self) -> list[tuple[Path, int, str | None]]:
+        """Reads all of every checkpoint, the oldest first, and changes nothing.
+
+        Returns:
+            Its folder, its epoch, and what is wrong with it, or None.
+        """
+        found: list[tuple[Path, int, str | None]] = []
+        for epoch, path in self._found():
+            wrong = None
+            try:
+                _check_parts(path, epoch, load_state(path / _STATE).get(_PARTS))
+                modelfile.verify(path / _MODEL)
+            except (FileError, OSError) as error:
+                wrong = str(error)
+            found.append((path, epoch, wrong))
+        return found
+
     def keep_newest(self) -> None:
         """Removes all but the newest: the run is over."""
         with storing(self.path):

@@ -114,7 +114,7 @@ class RunFolder:
         with contextlib.ExitStack() as held:
             with storing(self.path):
                 make_folder(self.path)
-                self._refuse_links()
+                self.refuse_links()
                 held.enter_context(exclusive(self.path / ".lock"))
                 for path in self.path.iterdir():
                     if _HALF_WRITTEN.fullmatch(path.name):  # by a run that was killed
@@ -161,8 +161,12 @@ class RunFolder:
         """Keeps only the newest: the run is over."""
         self._checkpoints.keep_newest()
 
-    def _refuse_links(self) -> None:
-        """A link in a folder of a stranger leads what is written to wherever the stranger likes."""
+    def refuse_links(self) -> None:
+        """A link in a folder of a stranger leads what is written to wherever the stranger likes.
+
+        Raises:
+            FileError: There is one.
+        """
         for parent, folders, files in os.walk(self.path):
             for name in (*folders, *files):
                 if (Path(parent) / name).is_symlink():

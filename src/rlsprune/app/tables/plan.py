@@ -11,7 +11,7 @@ from rlsprune.app.config.experiment import RunConfig, make_config
 from rlsprune.app.config.recipes import optimizer_of, recipe_of
 from rlsprune.app.experiments.registry import BASELINES, ZEROING
 
-__all__ = ["ONE_SHOT", "TABLES", "Cell", "Choice", "Table"]
+__all__ = ["ONE_SHOT", "TABLES", "Cell", "Table", "Tuned"]
 
 ONE_SHOT = tuple(method for method in BASELINES if method != "soft-pruning")
 """The methods that prune once, in an epoch that is tuned like the rate."""
@@ -21,7 +21,7 @@ _STRUCTURED = tuple(method for method in _ALL if method not in ZEROING)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Tuned:
     """What tuning chose for a method, a recipe and an optimizer."""
 
     lr: float | None = None
@@ -96,7 +96,7 @@ class Table:
             for cell in ways.values()
         ]
 
-    def config(self, cell: Cell, choice: Choice, **settings: Any) -> RunConfig:
+    def config(self, cell: Cell, choice: Tuned, **settings: Any) -> RunConfig:
         """The run of a cell.
 
         Args:
@@ -125,7 +125,7 @@ class Table:
 
 
 _MNIST_SIZES = (0.2, 0.1, 0.05, 0.02, 0.01)
-_MNIST_TUNING = {"train_images": 20000, "epochs": 12}
+_MNIST_TUNING = {"train_images": 10000, "epochs": 10}
 _ALL_IMAGES = {
     "cifar10-vgg": {"train_images": 50000, "test_images": 10000, "batch_size": 64, "epochs": 28, "warmup_epochs": 0},
     "svhn-vgg": {"train_images": 73257, "test_images": 26032, "batch_size": 64, "epochs": 20, "warmup_epochs": 0},

@@ -9,19 +9,19 @@ from typing import Any
 
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.config.recipes import rate_of
-from rlsprune.app.experiments.jobs import RunFailedError, run_all
+from rlsprune.app.experiments.jobs import RunFailedError, Runner, run_all
 from rlsprune.app.experiments.queue import PlannedRun
 from rlsprune.app.run.folder import RunFolder
-from rlsprune.app.tables.plan import ONE_SHOT, TABLES, Cell, Choice, Table
+from rlsprune.app.tables.plan import ONE_SHOT, TABLES, Cell, Table, Tuned
 from rlsprune.app.tables.records import Records, Tuning
 
 __all__ = ["RATES", "TableQueue"]
 
-RATES = (0.25, 0.5, 1.0, 2.0)
+RATES = (0.5, 1.0, 2.0)
 """Multiples of the default rate that are tried for every method."""
-_OTHER_RATES = (0.125, 4.0)
-_PRUNE_AT = (0.25, 0.5)
-"""With the best rate, for one-shot methods: so that all have as many trials, the others try two rates more."""
+_OTHER_RATES = (0.25,)
+_PRUNE_AT = (0.4,)
+"""With the best rate, for one-shot methods: so that all have as many trials, the others try a rate more."""
 
 Say = Callable[[str], object]
 
@@ -37,6 +37,7 @@ class TableQueue:
         machine: The fields of configs that depend on the machine: `data_dir`, `verify`, `threads`, `device`.
         say: Told what has been done.
         limit: Cells to run at most; None for all.
+        runner: Where runs are executed; None for processes on this machine.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TableQueue:
     machine: dict[str, Any]
     say: Say = print
     limit: int | None = None
+    runner: Runner | None = None
 
     @property
     def table(self) -> Table:
@@ -65,12 +67,12 @@ class TableQueue:
         """Makes the trials that are missing, as many for every method."""
         for way in self.table.ways():
             default = rate_of(self.table.experiment, way.method, way.optimizer)
-            self._try(way, [Choice(factor * default) for factor in RATES], jobs)
+            self._try(way, [Tuned(factor * default) for factor in RATES], jobs)
             best = self.tuning.best(way)
             if way.method in ONE_SHOT:
-                self._try(way, [Choice(best.lr, share) for share in _PRUNE_AT], jobs)
+                self._try(way, [Tuned(best.lr, share) for share in _PRUNE_AT], jobs)
             else:
-                self._try(way, [Choice(factor * default) for factor in _OTHER_RATES], jobs)
+                self._try(way, [Tuned(factor * default) for factor in _OTHER_RATES], jobs)
 
     def run(self, jobs: int) -> None:
         """Runs the cells that are missing, cheapest first."""
@@ -85,7 +87,7 @@ class TableQueue:
                 runs[cell] = self._planned(cell, config, self.runs / self.name)
         self._run(runs, jobs, self._note)
 
-    def _in_time(self, cell: Cell, choice: Choice) -> RunConfig | None:
+    def _in_time(self, cell: Cell, choice: Tuned) -> RunConfig | None:
         """A cell's config, with the time of `rls` if the table has that; None if that is not known yet."""
         if self.table.timed is None:
             return self.table.config(cell, choice, **self.machine)
@@ -111,7 +113,7 @@ class TableQueue:
         self.kept.keep(cell, RunFolder(self.runs / self.name / cell.label))
         self.say(f"{cell.label}: {summary['accuracy']:.2f} % with {summary['weights_percent']:.1f} % of the weights")
 
-    def _try(self, way: Cell, choices: list[Choice], jobs: int) -> None:
+    def _try(self, way: Cell, choices: list[Tuned], jobs: int) -> None:
         """Makes trials of one method that are missing, on held-out images."""
         tuning = self.tuning
         settings = {**self.table.tuning, **self.machine, "test_on": "held-out"}
@@ -129,7 +131,7 @@ class TableQueue:
                 shape = planned.folder.with_name(f"{of_rls.way}-{rate:g}")
                 planned = replace(planned, config=replace(planned.config, shape_from=str(shape)), after=shape)
 
-            def note(cell: Cell, summary: dict[str, Any] | None, error: str, choice: Choice = choice) -> None:
+            def note(cell: Cell, summary: dict[str, Any] | None, error: str, choice: Tuned = choice) -> None:
                 tuning.add(cell, choice, summary)
                 result = f"failed ({error})" if summary is None else f"{summary['accuracy']:.2f} % of held-out images"
                 self.say(f"tuning {cell.way}, {choice}: {result}")
@@ -143,11 +145,13 @@ class TableQueue:
         cells = {run.folder: cell for cell, run in runs.items()}
 
         def failed(run: PlannedRun, error: RunFailedError) -> None:
-            note(cells[run.folder], None, str(error).rpartition("failed with ")[2])
+            said = str(error).partition("failed with ")[2].replace(str(run.folder), run.label)
+            note(cells[run.folder], None, said)
 
         run_all(
             list(runs.values()),
             jobs,
             lambda run, summary, before: note(cells[run.folder], summary, ""),
-            failed=failed,
+            self.runner,
+            failed,
         )

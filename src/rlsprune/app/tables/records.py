@@ -10,7 +10,7 @@ from typing import Any
 
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.run.folder import RunFolder
-from rlsprune.app.tables.plan import Cell, Choice
+from rlsprune.app.tables.plan import Cell, Tuned
 
 __all__ = ["Records", "Tuning"]
 
@@ -80,18 +80,18 @@ class Tuning:
         if path.is_file():
             self.trials = json.loads(path.read_text(encoding="utf-8"))
 
-    def add(self, cell: Cell, choice: Choice, summary: Mapping[str, Any] | None) -> None:
+    def add(self, cell: Cell, choice: Tuned, summary: Mapping[str, Any] | None) -> None:
         """Adds a trial and writes the file."""
         found = {name: None if summary is None else summary[name] for name in ("accuracy", "loss")}
         self.trials.setdefault(cell.way, []).append({**asdict(choice), **found})
         RunFolder(self.path.parent).write_json(self.path.stem, self.trials)
 
-    def tried(self, cell: Cell, choice: Choice) -> bool:
+    def tried(self, cell: Cell, choice: Tuned) -> bool:
         """Whether the trial has been made."""
         wanted = asdict(choice)
         return any(wanted.items() <= trial.items() for trial in self.trials.get(cell.way, ()))
 
-    def best(self, cell: Cell) -> Choice:
+    def best(self, cell: Cell) -> Tuned:
         """The trial with the highest held-out accuracy; of equals that with the lowest loss.
 
         Raises:
@@ -101,4 +101,4 @@ class Tuning:
         if not found:
             raise ValueError(f"{self.path} has no trial of {cell.way} that trained: run `tables tune` first")
         chosen = max(found, key=lambda trial: (trial["accuracy"], -trial["loss"]))
-        return Choice(chosen["lr"], chosen["prune_at"])
+        return Tuned(chosen["lr"], chosen["prune_at"])

@@ -1,0 +1,133 @@
+"""Everything in a run's folder, or in one file, read and compared with what it should be. Nothing is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.config.fit import FitConfig
+from rlsprune.app.experiments.methods import build_model
+from rlsprune.app.experiments.registry import experiment
+from rlsprune.app.report.runs import read_runs
+from rlsprune.app.run.checkpoints import Checkpoints
+from rlsprune.app.run.folder import RunFolder
+from rlsprune.io import modelfile
+from rlsprune.io.atomic import FileError
+from rlsprune.io.state import load_state
+
+__all__ = ["Finding", "check_file", "check_run"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one thing."""
+
+    what: str
+    """A file, or what was tried."""
+    wrong: str | None
+    """None if it is sound."""
+    told: str = ""
+    """What a sound one holds, or what can be recovered."""
+
+
+def check_file(path: Path) -> list[Finding]:
+    """A model file of `rlsprune.save` or a state of a checkpoint: its checksum over every byte, and what it says."""
+    return [_found(path.name, lambda: _model(path))] if _is_model(path) else [_found(path.name, lambda: _state(path))]
+
+
+def check_run(path: Path) -> list[Finding]:
+    """A run's folder: its files, their order, its checkpoints, and whether its network runs.
+
+    The network of `rlsprune fit` is not built: that would execute the code that the folder names.
+    """
+    return list(_run(path))
+
+
+def _run(path: Path) -> Iterator[Finding]:
+    folder = RunFolder(path)
+    configs: list[RunConfig | FitConfig] = []
+
+    def config() -> str:
+        values = folder.read_json("config")
+        configs.append(FitConfig.from_dict(values) if "import_from" in values else RunConfig.from_dict(values))
+        return f"{configs[0].method}, seed {configs[0].seed}, {configs[0].epochs} epochs"
+
+    def lines() -> str:
+        [run] = read_runs([path])
+        late = [event["epoch"] for event in run.events if event["epoch"] > len(run.metrics)]
+        if late:
+            problem = f"an event is of epoch {late[0]}, and metrics.jsonl ends with epoch {len(run.metrics)}"
+            raise FileError(path / "events.jsonl", problem, "resume the run, which writes both anew")
+        if run.summary is not None and configs and len(run.metrics) != configs[0].epochs:
+            problem = f"it has {len(run.metrics)} lines, and the finished run has {configs[0].epochs} epochs"
+            raise FileError(path / "metrics.jsonl", problem, "restore it, or remove summary.json and resume the run")
+        return f"{len(run.metrics)} epochs, {len(run.events)} events"
+
+    yield _found("links", lambda: _no_links(folder))
+    yield _found("config.json", config)
+    yield _found("metrics.jsonl, events.jsonl, summary.json", lines)
+    sound = []
+    for checkpoint, epoch, wrong in Checkpoints(path / "checkpoint").examine():
+        sound += [epoch] if wrong is None else []
+        yield Finding(f"checkpoint/{checkpoint.name}", wrong, f"epoch {epoch}")
+    if folder.finished or folder.model.exists():
+        yield _found("model.safetensors", lambda: _final_model(folder))
+        if configs and isinstance(configs[0], RunConfig):
+            chosen = configs[0]
+            yield _found("the network runs", lambda: _runs(chosen, folder.model))
+    if not folder.finished:
+        remedy = f"resumed, the run goes on after epoch {max(sound)}" if sound else "resumed, the run starts again"
+        yield Finding("not finished", None, remedy)
+
+
+def _found(what: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, None, look())
+    except (ValueError, OSError) as error:  # FileError among them
+        return Finding(what, str(error))
+
+
+def _no_links(folder: RunFolder) -> str:
+    folder.refuse_links()
+    return "none lead out of the folder"
+
+
+def _model(path: Path) -> str:
+    said = modelfile.verify(path)
+    weights = sum(torch.Size(shape).numel() for shape in said["shapes"].values())
+    return f"{len(said['shapes'])} tensors, {weights:,} numbers, checksum right"
+
+
+def _state(path: Path) -> str:
+    return f"{len(load_state(path))} parts, checksum right"
+
+
+def _final_model(folder: RunFolder) -> str:
+    told = _model(folder.model)
+    inside: Any = modelfile.read_metadata(folder.model)["metadata"].get("events")
+    beside = folder.read_lines("events")
+    if folder.finished and inside is not None and json.dumps(inside) != json.dumps(beside):
+        raise FileError(
+            folder.model, "its events are not those of events.jsonl", "remove summary.json and resume the run"
+        )
+    return told
+
+
+def _runs(config: RunConfig, path: Path) -> str:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = modelfile.load(path, into=build_model(replace(config, device="cpu"))).eval()
+        output = model(torch.zeros(1, *experiment(config.experiment).input_shape))
+    if not bool(output.isfinite().all()):
+        raise FileError(path, "its network puts out numbers that are not finite", "resume the run from a checkpoint")
+    return f"{sum(p.numel() for p in model.parameters()):,} parameters, {output.shape[1]} outputs"
+
+
+def _is_model(path: Path) -> bool:
+    """By its name; a state has its own."""
+    return path.name != "state.safetensors"

@@ -1,0 +1,151 @@
+"""The sizes that a network was brought to, how good it was at each, and the best of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.cost import count
+from rlsprune.prune.snapshot import Snapshot
+
+__all__ = ["Front", "FrontPoint", "Score", "Shrunk"]
+
+Score = Callable[[nn.Module], float]
+"""How good a network is, higher is better. It is called with the network itself, to be left as it is."""
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A network on the way from the given one to the smallest."""
+
+    params: int
+    flops: int
+    """Of one input."""
+    score: float
+    """After recovery."""
+    score_pruned: float
+    """Right after the cut, before any training."""
+    epochs: int
+    """Of recovery, since the beginning."""
+    seconds: float
+    """Since the beginning, without the time it took to score and to tell `on_point`."""
+    within: bool
+    """Whether its score is within the allowed drop."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """What `shrink` gives back."""
+
+    model: nn.Module
+    """The network that was given, smaller."""
+    chosen: FrontPoint
+    """Which point of the front it is."""
+    front: tuple[FrontPoint, ...]
+    """The given network first, then the sizes that were tried, in the order in which they were."""
+
+    def __str__(self) -> str:
+        first = self.front[0]
+        lines = [f"{'params':>12} {'%':>6} {'FLOPs %':>8} {'score':>8} {'right after':>12} {'epochs':>7}"]
+        for point in self.front:
+            mark = "  ← this one" if point is self.chosen else ""
+            lines.append(
+                f"{point.params:>12,} {100 * point.params / first.params:>6.1f} "
+                f"{100 * point.flops / max(first.flops, 1):>8.1f} {point.score:>8.2f} {point.score_pruned:>12.2f} "
+                f"{point.epochs:>7}{mark}"
+            )
+        return "\n".join(lines)
+
+
+class Front:
+    """The points so far, and the best network among them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: ExampleInputs,
+        score: Score,
+        max_drop: float | None,
+        on_point: Callable[[FrontPoint, nn.Module], object] | None,
+        own_score: float | None,
+    ) -> None:
+        self._model, self._example = model, example
+        self._score_of, self._max_drop, self._on_point = score, max_drop, on_point
+        self._started, self.epochs = time.perf_counter(), 0
+        self.points: list[FrontPoint] = []
+        self._score = self._score_pruned = self._scored() if own_score is None else own_score
+        if self._score != self._score:
+            raise ValueError("the score of the given network is not a number: check score, loss and targets")
+        self.add()
+
+    def check(self) -> None:
+        """Refuses a score that is the same for a network that always says the same.
+
+        Raises:
+            ValueError: It is.
+        """
+        before = Snapshot(self._model, copy=True)
+        try:
+            with torch.no_grad():
+                for parameter in self._model.parameters():
+                    parameter.zero_()
+            silent = self._scored()
+        finally:
+            before.restore()
+        if silent == self.points[0].score:
+            raise ValueError(
+                f"the score is {silent:g} for the given network and for one whose weights are all zero: it cannot tell "
+                "networks apart, so max_drop has no meaning. Check score and valid"
+            )
+
+    def pruned(self) -> None:
+        """The network has just been cut."""
+        self._score = self._score_pruned = self._scored()
+
+    def trained(self) -> None:
+        """An epoch of recovery is over."""
+        self.epochs += 1
+        self._score = self._scored()
+
+    def add(self) -> None:
+        """The network as it is now is a point of the front."""
+        params, flops = count(self._model, self._example)
+        seconds = time.perf_counter() - self._started
+        first = self.points[0].score if self.points else self._score
+        within = self._max_drop is None or self._score >= first - self._max_drop
+        point = FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within)
+        self.points.append(point)
+        if within:  # and so smaller than any before that was
+            self.chosen = point
+            self._best = Snapshot(self._model, copy=True)
+        if self._on_point is not None:
+            with self._untimed():
+                self._on_point(point, self._model)
+
+    def restore(self) -> None:
+        """Whatever happened: the smallest network that was good enough."""
+        self._best.restore()
+
+    @property
+    def recovered(self) -> bool:
+        """Whether the score is back where it was at the beginning."""
+        return self._score >= self.points[0].score
+
+    def _scored(self) -> float:
+        with self._untimed():
+            return float(self._score_of(self._model))
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """What happens inside is taken out of the time that counts."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - before
