@@ -184,7 +184,7 @@ METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "accuracy": 90.0, "w
         ),
         (
             {"gate_level": 0.35, "pruning_ended": True},
-            "has pruned for the last time; undoes it unless the held-out loss",
+            "last prune, kept if the held-out loss is below 0.3500; it is 0.4000\n",
         ),
         ({"gate_level": None}, "pruning has ended"),
         ({"gate_level": None, "weights_percent": 100.0}, "open from epoch 1 on"),

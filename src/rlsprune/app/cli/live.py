@@ -137,12 +137,8 @@ class LiveObserver(LineObserver):
         kind = _GATED.get(str(self._config.get("gate")), "loss")
         if last is not None and level is not None:
             loss = last["gate_loss"]
-            ended = last.get("pruning_ended")
-            text = Text(
-                f"has pruned for the last time; undoes it unless the {kind} gets below {level:.4f}"
-                if ended
-                else f"prunes when the {kind} is below {level:.4f}"
-            )
+            what = "last prune, kept if" if last.get("pruning_ended") else "prunes when"
+            text = Text(f"{what} the {kind} is below {level:.4f}")
             if last.get("pruned"):  # the loss is that of the network before
                 return text.append(f"; pruned after epoch {last['epoch']}", "dim")
             if loss is None:
