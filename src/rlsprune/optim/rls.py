@@ -24,7 +24,7 @@ from rlsprune.optim.layer_step import LayerStep, ReadyLayer, equal_layers
 from rlsprune.optim.layers import divide
 from rlsprune.optim.packing import INVERSE, VELOCITY, unpack_all
 from rlsprune.optim.recorder import ForwardHook, Recorder
-from rlsprune.optim.sgd_step import PlainStep
+from rlsprune.optim.sgd_step import SGDStep
 from rlsprune.optim.team import Team
 
 if TYPE_CHECKING:
@@ -222,12 +222,12 @@ class RLS(Optimizer):
 
     def _step(self) -> None:
         layers: list[ReadyLayer] = []
-        steps: list[LayerStep | PlainStep] = []
+        steps: list[LayerStep | SGDStep] = []
         checks = [] if self._team is None else self._team.share_means(self.param_groups, self._recorders)
         for place, group in enumerate(self.param_groups):
             trained = [p for p in group["params"] if p.grad is not None]
             if not group["preconditioned"]:
-                steps += PlainStep.prepare(place, group, trained, group["lr"])
+                steps += SGDStep.prepare(place, group, trained, group["lr"])
                 continue
             idle = not trained or self._recorders[group["name"]].empty  # no input, no step
             layer = None if idle else self._ready(place, group)
@@ -235,7 +235,7 @@ class RLS(Optimizer):
                 layers.append(layer)
             else:
                 unpack_all(self.state, group["params"])  # the layers that it lies in memory with go on without it
-                steps += [] if idle else PlainStep.prepare(place, group, trained, self._fallback_lr)
+                steps += [] if idle else SGDStep.prepare(place, group, trained, self._fallback_lr)
         steps += [LayerStep.prepare(equal, self.state) for equal in equal_layers(layers, self.state)]
 
         checks += [check for step in steps for check in step.checks]

@@ -15,7 +15,7 @@ from rlsprune.optim.packing import State, joined, velocity_of
 
 
 @dataclass
-class PlainStep:
+class SGDStep:
     """A step of parameters of one group, device and dtype."""
 
     place: int
@@ -26,9 +26,9 @@ class PlainStep:
     gradients: list[Tensor]
 
     @classmethod
-    def prepare(cls, place: int, group: dict[str, Any], parameters: Iterable[Tensor], lr: float) -> list[PlainStep]:
+    def prepare(cls, place: int, group: dict[str, Any], parameters: Iterable[Tensor], lr: float) -> list[SGDStep]:
         """The steps of a group's parameters; all of them have a gradient."""
-        steps: dict[Any, PlainStep] = {}
+        steps: dict[Any, SGDStep] = {}
         for p in parameters:
             step = steps.setdefault((p.device, p.dtype), cls(place, group, lr, [], []))
             step.parameters.append(p)
