@@ -45,7 +45,7 @@ def main() -> None:
             limit=options.limit,
         )
         if options.what == "tune":
-            queue.tune(options.jobs)
+            queue.tune()
         else:
             queue.run(options.jobs)
 

@@ -8,9 +8,10 @@ A file holds every parameter and buffer once, and in its header's metadata
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         tensors = file.tensors()
         kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
     fresh = _on_devices(own, sources, tensors)
-    with uninterrupted():
+    with uninterrupted(), _undone_on_error(own, layers):
         for name, target in own.items():
             replace_data(target, fresh[name])
         for name, layer in layers.items():
@@ -126,6 +127,27 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
             if isinstance(layer, nn.Linear) and name in kept:
                 set_kept_inputs(layer, kept[name], widths[name])
     return into
+
+
+@contextlib.contextmanager
+def _undone_on_error(own: Mapping[str, Tensor], layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Memory that runs out inside leaves tensors, sizes and input selectors as they were."""
+    tensors = [(tensor, tensor.data, tensor.grad) for tensor in own.values()]
+    sizes = [(layer, read_sizes(layer)) for layer in layers.values()]
+    linear = [layer for layer in layers.values() if isinstance(layer, nn.Linear)]
+    selectors = [(layer, kept_inputs(layer), full_in_features(layer)) for layer in linear]
+    try:
+        yield
+    except BaseException:
+        for tensor, data, grad in tensors:
+            replace_data(tensor, data)
+            tensor.grad = grad
+        for sized, size in sizes:
+            assert size is not None
+            write_sizes(sized, size)
+        for layer, kept, width in selectors:
+            set_kept_inputs(layer, kept, width)
+        raise
 
 
 def read_checksum(path: str | os.PathLike[str]) -> str:

@@ -15,7 +15,7 @@ from rlsprune.app.tables import draw as drawing
 from rlsprune.app.tables import plan, queue
 from rlsprune.app.tables.draw import draw, table_page
 from rlsprune.app.tables.plan import TABLES, Cell, Table, Tuned
-from rlsprune.app.tables.queue import TableQueue
+from rlsprune.app.tables.queue import TableQueue, next_rate
 from rlsprune.app.tables.records import Records, Tuning
 from rlsprune.training.guard import FaultError
 
@@ -91,6 +91,14 @@ def test_five_sizes_three_seeds_and_random_choice_on_mnist() -> None:
         assert {"random", "l1-norm", "scratch", "none"} <= set(TABLES[name].methods)
 
 
+def test_rates_are_looked_for_where_it_gets_better() -> None:
+    assert next_rate({0.5: 90.0, 1.0: 91.0, 2.0: 92.0}) == 4.0
+    assert next_rate({0.5: 93.0, 1.0: 91.0, 2.0: None}) == 0.25
+    assert next_rate({0.5: 90.0, 1.0: 91.0, 2.0: 89.0}) == pytest.approx(0.5**0.5)
+    assert next_rate({0.5: 90.0, 1.0: 91.0, 2.0: None}) == pytest.approx(0.5**0.5)
+    assert next_rate({1.0: 91.0, 2.0: 90.0, 0.5: 89.0}) == pytest.approx(2**0.5)
+
+
 def test_a_trial_that_failed_is_not_chosen_and_ties_go_to_the_lower_loss(tmp_path: Path) -> None:
     cell = Cell("l1-norm", "ours", "sgd", 0.1)
     tuning = Tuning(tmp_path / "tuning.json")
@@ -110,15 +118,14 @@ def test_table_is_tuned_run_and_drawn_and_what_is_finished_is_kept(
 ) -> None:
     for module in (plan, queue, drawing):
         monkeypatch.setattr(module, "TABLES", {"digits": DIGITS, "digits-time": TIMED})
-    monkeypatch.setattr(queue, "RATES", (1.0,))
-    monkeypatch.setattr(queue, "_OTHER_RATES", (1e6,))
-    monkeypatch.setattr(queue, "_PRUNE_AT", (0.5,))
+    monkeypatch.setattr(queue, "RATES", (1.0, 1e6))
+    monkeypatch.setattr(queue, "TRIALS", 2)
     said: list[str] = []
     shared: dict[str, Any] = {"machine": {"threads": 1}, "say": said.append, "runner": InProcess()}
     made = TableQueue(name="digits", runs=tmp_path / "r", records=tmp_path / "k", **shared)
     with pytest.raises(ValueError, match="no trial"):
         made.run(1)
-    made.tune(1)
+    made.tune()
     trials = made.tuning.trials
     assert {way: len(own) for way, own in trials.items()} == dict.fromkeys(trials, 2), "as many for every method"
     assert len(trials) == 3

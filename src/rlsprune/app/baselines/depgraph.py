@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,11 +31,8 @@ class DepGraph(Structured):
         model: The network.
         optimizer: Whose state is cut with the network.
         example_inputs: What the network is traced with.
-        ratio: The share of the channels that goes.
-        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin.
-        target: As of `Structured`.
-        inverse: As of `Structured`.
         scope: ``"layer"``: this share of every hidden layer. ``"network"``: all channels are ranked together.
+        **options: `ratio`, `prune_epoch`, `target` and `inverse`, as of `Structured`.
     """
 
     def __init__(
@@ -44,17 +41,12 @@ class DepGraph(Structured):
         optimizer: Optimizer,
         example_inputs: Tensor,
         *,
-        ratio: float,
-        prune_epoch: int | None,
-        target: Mapping[str, float] | None = None,
-        inverse: str = "schur",
         scope: Scope = "layer",
+        **options: Any,
     ) -> None:
         if scope not in get_args(Scope):
             raise ValueError(f"scope={scope!r} is not valid: it must be one of {', '.join(get_args(Scope))}")
-        super().__init__(
-            model, optimizer, example_inputs, ratio=ratio, prune_epoch=prune_epoch, target=target, inverse=inverse
-        )
+        super().__init__(model, optimizer, example_inputs, **options)
         self.scope = scope
 
     def scores(self) -> list[Tensor]:

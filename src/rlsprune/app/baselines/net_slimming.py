@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,8 @@ class NetSlimming(Structured):
         model: The network, with a batch norm behind each hidden layer.
         optimizer: Whose state is cut with the network.
         example_inputs: What the network is traced with.
-        ratio: The share that goes, of the channels and of the nodes.
-        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin, which keeps the penalty.
-        target: As of `Structured`.
-        inverse: As of `Structured`.
         penalty: λ of the L1 penalty.
+        **options: `ratio`, `prune_epoch`, `target` and `inverse`, as of `Structured`.
     """
 
     def __init__(
@@ -55,17 +53,12 @@ class NetSlimming(Structured):
         optimizer: Optimizer,
         example_inputs: Tensor,
         *,
-        ratio: float,
-        prune_epoch: int | None,
-        target: Mapping[str, float] | None = None,
-        inverse: str = "schur",
         penalty: float = 1e-4,
+        **options: Any,
     ) -> None:
         if not 0 <= penalty < float("inf"):
             raise ValueError(f"penalty={penalty} is not valid: give a number of at least 0")
-        super().__init__(
-            model, optimizer, example_inputs, ratio=ratio, prune_epoch=prune_epoch, target=target, inverse=inverse
-        )
+        super().__init__(model, optimizer, example_inputs, **options)
         self.penalty = penalty
         without = [group.name for group in self.groups if not _norms(group)]
         if len(without) == len(self.groups):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,8 @@ class RandomChoice(Structured):
         model: The network.
         optimizer: Whose state is cut with the network.
         example_inputs: What the network is traced with.
-        ratio: The share of every hidden layer that goes.
-        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin.
         seed: Of the lot.
-        target: As of `Structured`.
-        inverse: As of `Structured`.
+        **options: `ratio`, `prune_epoch`, `target` and `inverse`, as of `Structured`.
     """
 
     def __init__(
@@ -35,15 +32,10 @@ class RandomChoice(Structured):
         optimizer: Optimizer,
         example_inputs: Tensor,
         *,
-        ratio: float,
-        prune_epoch: int | None,
         seed: int,
-        target: Mapping[str, float] | None = None,
-        inverse: str = "schur",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model, optimizer, example_inputs, ratio=ratio, prune_epoch=prune_epoch, target=target, inverse=inverse
-        )
+        super().__init__(model, optimizer, example_inputs, **options)
         self.seed = seed
 
     def scores(self) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.tables.plan import ONE_SHOT, TABLES, Cell, Table, Tuned
 from rlsprune.app.tables.records import Records, Tuning
 
-__all__ = ["RATES", "TableQueue"]
+__all__ = ["TRIALS", "TableQueue", "next_rate"]
 
+TRIALS = 6
+"""For every method, recipe and optimizer."""
 RATES = (0.5, 1.0, 2.0)
-"""Multiples of the default rate that are tried for every method."""
-_OTHER_RATES = (0.25,)
-_PRUNE_AT = (0.4,)
-"""With the best rate, for one-shot methods: so that all have as many trials, the others try a rate more."""
+"""Multiples of the default rate that are tried first; those after them go where it gets better."""
+_PRUNE_AT = 0.4
+"""The share of the epochs after which a one-shot method prunes in its last trial, with the best rate."""
 
 Say = Callable[[str], object]
 
@@ -63,16 +65,17 @@ class TableQueue:
         """The trials of the table's experiment, which its tables share."""
         return Tuning(self.records / f"tuning-{self.table.experiment}.json")
 
-    def tune(self, jobs: int) -> None:
+    def tune(self) -> None:
         """Makes the trials that are missing, as many for every method."""
         for way in self.table.ways():
             default = rate_of(self.table.experiment, way.method, way.optimizer)
-            self._try(way, [Tuned(factor * default) for factor in RATES], jobs)
-            best = self.tuning.best(way)
-            if way.method in ONE_SHOT:
-                self._try(way, [Tuned(best.lr, share) for share in _PRUNE_AT], jobs)
-            else:
-                self._try(way, [Tuned(factor * default) for factor in _OTHER_RATES], jobs)
+            one_shot = way.method in ONE_SHOT
+            for number in range(TRIALS - one_shot):
+                tried = self.tuning.rates(way)
+                if len(tried) <= number:
+                    self._try(way, Tuned(RATES[number] * default if number < len(RATES) else next_rate(tried)))
+            if one_shot:
+                self._try(way, Tuned(self.tuning.best(way).lr, _PRUNE_AT))
 
     def run(self, jobs: int) -> None:
         """Runs the cells that are missing, cheapest first."""
@@ -113,30 +116,25 @@ class TableQueue:
         self.kept.keep(cell, RunFolder(self.runs / self.name / cell.label))
         self.say(f"{cell.label}: {summary['accuracy']:.2f} % with {summary['weights_percent']:.1f} % of the weights")
 
-    def _try(self, way: Cell, choices: list[Tuned], jobs: int) -> None:
-        """Makes trials of one method that are missing, on held-out images."""
-        tuning = self.tuning
-        settings = {**self.table.tuning, **self.machine, "test_on": "held-out"}
-        for choice in choices:
-            if tuning.tried(way, choice):
-                continue
-            cell = replace(way, seed=0)
-            config = self.table.config(cell, choice, **settings)
-            where = f"{choice.lr:g}" if choice.prune_at is None else f"{choice.lr:g}-at-{choice.prune_at:g}"
-            planned = self._planned(cell, config, self.runs / f"tuning-{self.table.experiment}")
-            planned = replace(planned, folder=planned.folder.with_name(f"{cell.way}-{where}"))
-            if cell.method == "scratch":
-                of_rls = self.table.source_of(cell)
-                rate = tuning.best(of_rls).lr
-                shape = planned.folder.with_name(f"{of_rls.way}-{rate:g}")
-                planned = replace(planned, config=replace(planned.config, shape_from=str(shape)), after=shape)
+    def _try(self, way: Cell, choice: Tuned) -> None:
+        """Makes a trial, on held-out images, unless it has been made."""
+        tuning, cell = self.tuning, replace(way, seed=0)
+        if tuning.tried(way, choice):
+            return
+        folder = self.runs / f"tuning-{self.table.experiment}"
+        config = self.table.config(cell, choice, **{**self.table.tuning, **self.machine, "test_on": "held-out"})
+        planned = PlannedRun(cell.label, config, (folder / _name_of(cell, choice)).resolve())
+        if cell.method == "scratch":
+            of_rls = self.table.source_of(cell)
+            shape = (folder / _name_of(of_rls, tuning.best(of_rls))).resolve()
+            planned = replace(planned, config=replace(config, shape_from=str(shape)), after=shape)
 
-            def note(cell: Cell, summary: dict[str, Any] | None, error: str, choice: Tuned = choice) -> None:
-                tuning.add(cell, choice, summary)
-                result = f"failed ({error})" if summary is None else f"{summary['accuracy']:.2f} % of held-out images"
-                self.say(f"tuning {cell.way}, {choice}: {result}")
+        def note(cell: Cell, summary: dict[str, Any] | None, error: str) -> None:
+            tuning.add(cell, choice, summary)
+            result = f"failed ({error})" if summary is None else f"{summary['accuracy']:.2f} % of held-out images"
+            self.say(f"tuning {cell.way}, {choice}: {result}")
 
-            self._run({cell: planned}, jobs, note)
+        self._run({cell: planned}, 1, note)
 
     def _run(
         self, runs: dict[Cell, PlannedRun], jobs: int, note: Callable[[Cell, dict[str, Any] | None, str], None]
@@ -155,3 +153,25 @@ class TableQueue:
             self.runner,
             failed,
         )
+
+
+def next_rate(tried: Mapping[float, float | None]) -> float:
+    """Where to look for a better rate: beyond the best one if it is the highest or lowest, else beside it.
+
+    Args:
+        tried: Rate → held-out accuracy; None if the run failed.
+    """
+    score = {rate: -1.0 if accuracy is None else accuracy for rate, accuracy in tried.items()}
+    best = max(score, key=lambda rate: score[rate])
+    above, below = ([rate for rate in score if sign * (rate - best) > 0] for sign in (1, -1))
+    if not above:
+        return 2 * best
+    if not below:
+        return best / 2
+    neighbours = (min(above), max(below))
+    return math.sqrt(best * max(neighbours, key=lambda rate: score[rate]))
+
+
+def _name_of(cell: Cell, choice: Tuned) -> str:
+    late = "" if choice.prune_at is None else f"-at-{choice.prune_at:g}"
+    return f"{cell.way}-{choice.lr:g}{late}"

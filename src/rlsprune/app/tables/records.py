@@ -91,6 +91,11 @@ class Tuning:
         wanted = asdict(choice)
         return any(wanted.items() <= trial.items() for trial in self.trials.get(cell.way, ()))
 
+    def rates(self, cell: Cell) -> dict[float, float | None]:
+        """Rates that were tried without another epoch of the prune, with their held-out accuracy."""
+        trials = self.trials.get(cell.way, ())
+        return {trial["lr"]: trial["accuracy"] for trial in trials if trial["prune_at"] is None}
+
     def best(self, cell: Cell) -> Tuned:
         """The trial with the highest held-out accuracy; of equals that with the lowest loss.
 
