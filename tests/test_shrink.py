@@ -328,6 +328,33 @@ def test_recovery_of_a_regression_minimises_the_squared_error() -> None:
     assert -shrunk.front[0].score > 4 * float(error.detach())
 
 
+@pytest.mark.parametrize("loss", [None, nn.functional.mse_loss])
+@pytest.mark.parametrize("recovery_epochs", [0, 2])
+def test_regressor_is_scored_by_its_error_and_stops_before_it_is_ruined(loss: Any, recovery_epochs: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 1))
+    pairs = [(inputs, inputs[:, :1].sin() + inputs[:, 1:2].square()) for inputs in torch.randn(12, 64, 6)]
+    train, valid = pairs[:8], pairs[8:]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        for inputs, wanted in train:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), wanted).backward()
+            optimizer.step()
+
+    def error() -> float:
+        with torch.no_grad():
+            return float(torch.stack([nn.functional.mse_loss(model(x), y) for x, y in valid]).mean())
+
+    before, variance = error(), float(torch.cat([y for _, y in valid]).var())
+    options: dict[str, Any] = {"loss": loss, "recovery_epochs": recovery_epochs, "max_drop": 0.1 * variance}
+    shrunk = rlsprune.shrink(model, train, valid=valid, **options)
+    assert shrunk.front[0].score == pytest.approx(-before, rel=1e-4), "no accuracy: there are no classes"
+    assert shrunk.chosen.params < shrunk.front[0].params
+    assert error() <= before + 0.1 * variance
+    assert shrunk.chosen.score == pytest.approx(-error(), rel=1e-4)
+
+
 def test_the_rate_of_recovery_falls_to_zero_in_every_round(trained: nn.Module) -> None:
     rates: list[float] = []
     scores = itertools.chain([0.0], itertools.count(-100.0))
