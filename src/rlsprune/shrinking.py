@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
+from rlsprune.model.modes import refuse_inference_mode
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.closed_form import ClosedForm, NothingToPruneError, Report
@@ -104,6 +105,7 @@ def shrink(
         >>> small.chosen.params <= 0.5 * small.front[0].params
         True
     """
+    refuse_inference_mode("shrink")
     if target is None and max_drop is None:
         raise ValueError("give target, max_drop, or both: without either there is no end to pruning")
     check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")

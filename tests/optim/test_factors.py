@@ -243,3 +243,17 @@ def test_the_form_survives_a_state_dict() -> None:
     torch.testing.assert_close(twin.state_dict(), layer.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(loaded.inverse(""), optimizer.inverse(""), rtol=0, atol=0)
     assert loaded.state[twin.weight]["inverse"]["rank"] == 16
+
+
+def test_the_same_large_mean_input_for_thousands_of_steps_leaves_it_definite() -> None:
+    """Full-batch training: all energy lies in one direction, and what P leaves of it is smaller than its rounding."""
+    x = torch.full((1, 100), 140.0)
+    form = form_of(initial_entry(x, 1.0, 16))
+    gradients = (torch.ones(1, 2, 100), None)
+    for number in range(3000):
+        look = form.prepare(x, gradients)
+        assert bool(look.definite.all()), number
+        assert float(look.excitation) > 0
+        form.update_(0.1, 1.0, 2.0, None)
+    exact = float(look.square) / (1 + 0.1 * 2999 * float(look.square))
+    assert float(look.excitation) == pytest.approx(exact, rel=0.05)

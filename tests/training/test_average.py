@@ -79,8 +79,12 @@ def test_a_mask_with_infinities_is_copied() -> None:
     assert torch.equal(average.network.get_buffer("mask"), model.get_buffer("mask"))
 
 
-def test_a_rival_refuses_a_copy_that_it_would_not_prune() -> None:
+def test_a_rival_prunes_the_average_as_it_prunes_the_network() -> None:
     model = network()
     method = L1Norm(model, SGD(model.parameters(), lr=0.1), torch.rand(2, 3), ratio=0.5, prune_epoch=1)
-    with pytest.raises(ValueError, match="L1Norm prunes no copy"):
-        method.follow(MovingAverage(model, 5.0).network)
+    average = MovingAverage(model, 5.0)
+    method.follow(average.network)
+    assert method.end_epoch(1, 0.5) is not None
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert {name: parameter.shape for name, parameter in average.network.named_parameters()} == shapes
+    average.update(model)

@@ -21,6 +21,7 @@ from rlsprune.model.product import product_of
 __all__ = ["Site", "find_sites", "is_sum", "layer_names", "norm_of"]
 
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
+_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
@@ -115,14 +116,19 @@ def norm_of(model: nn.Module) -> dict[int, str]:
 
 def is_sum(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether two tensors of the same shape are added."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    tensors = [value for value in args if isinstance(value, Tensor)]  # the replay looks for them by place
     return (
         function in _SUMS
-        and len(tensors) == 2
+        and len(tensors) == len(args) == 2
         and tensors[0].shape == tensors[1].shape
         and kwargs.get("alpha", 1) == 1
         and kwargs.get("out") is None
     )
+
+
+def add_as(function: Callable[..., Any], target: Tensor, result: Tensor) -> Tensor:
+    """What a sum gives: the result, written to the first summand where the function works in place."""
+    return target.copy_(result) if function in _IN_PLACE else result
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -60,6 +60,8 @@ class Lane(Generic[_Handed]):
 
     def hand_out(self, value: _Handed) -> None:
         """From within the work: stops until the next `advance`."""
+        if self._cancelled:  # the work has caught what was to end it
+            raise _CancelledError
         self._handed = value
         self._stopped.release()
         self._go.acquire()

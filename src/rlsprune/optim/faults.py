@@ -66,7 +66,8 @@ class FaultWatch:
         message = (
             f"{failed[0]}{f' (and {len(failed) - 1} more)' if len(failed) > 1 else ''}. Weights and P are "
             "as before that step. Check the data and the loss, or lower lr; optimizer.check() tells the health "
-            "of P and optimizer.reset() renews it"
+            "of P and optimizer.reset() renews it. Large inputs wear P out in float32: scale them, or give RLS "
+            "dtype=torch.float64"
         )
         if self.on_fault == "raise":
             self._looks.clear()

@@ -193,7 +193,9 @@ class Factored:
         self._x, self._p = x.to(M.dtype), self.beta.reciprocal()
         self._square, self._Cx = torch.linalg.vecdot(self._x, self._x), factors.products(C, self._x)
         whitener, sound = factors.whitening(M)
-        excitation = factors.excitation(whitener, self._Cx, self._square, self._p)
+        # What is left of xᵀx when C has nearly all of it is mostly rounding, but never less than this.
+        least = self._square * self._p / (1 + M.diagonal(dim1=-2, dim2=-1).sum(-1) - rows)
+        excitation = factors.excitation(whitener, self._Cx, self._square, self._p).maximum(least)
         self._Z = whitener.to(C.dtype) @ C
         self._thin = factors.thin_product(self._Z, *gradients)
         finite = self._thin.sum((1, 2)).isfinite() if rows else functional.all_finite(*gradients)
@@ -208,9 +210,7 @@ class Factored:
         """See :class:`Form`; a full C is compressed even where the gate is closed, and gets a row of zeros there."""
         if self.rows == self.C.shape[1]:
             self._compress()
-        rows, Cx, x, square = self.rows, self._Cx, self._x, self._square
-        if gate is not None:
-            Cx, x, square = torch.where(gate, Cx, 0), torch.where(gate, x, 0), torch.where(gate, square, 0)
+        rows, x = self.rows, self._x if gate is None else torch.where(gate, self._x, 0)
         if forgetting != 1:
             beta, left = factors.forget(self.beta, forgetting, limit)
             if gate is not None:
@@ -218,20 +218,20 @@ class Factored:
             self.beta.copy_(beta)
             self.M.mul_(left[:, None, None]).diagonal(dim1=-2, dim2=-1).add_(1 - left[:, None])
             self.C.mul_(left.sqrt().to(self.C.dtype)[:, None, None])
-            Cx = Cx * left.sqrt().unsqueeze(-1)
-        factor = torch.rsqrt(self.beta / mean_scale)
-        self.C[:, rows] = x * factor.unsqueeze(-1)
-        self.M[:, rows, :rows] = self.M[:, :rows, rows] = Cx * factor.unsqueeze(-1)
-        self.M[:, rows, rows] += square * factor.square()
+        self.C[:, rows] = x * torch.rsqrt(self.beta / mean_scale).unsqueeze(-1)
+        # Of the row as it is stored: what M says of a row that was rounded since adds up until P is indefinite.
+        row = factors.products(self.C[:, : rows + 1], self.C[:, rows].to(self.M.dtype))
+        self.M[:, rows, : rows + 1] = self.M[:, : rows + 1, rows] = row
+        self.M[:, rows, rows] += 1
         self._set_rows(rows + 1)
 
     def _compress(self) -> None:
-        strongest, energies, beta = factors.compress(self.C, self.beta, self.rank)
+        strongest, _, beta = factors.compress(self.C, self.beta, self.rank)
         self.C.zero_()[:, : self.rank] = strongest
-        self._identity_()[:, : self.rank] += energies
+        self._identity_()
+        self.M[:, : self.rank, : self.rank] = factors.gram(strongest)
         self.beta.copy_(beta)
         self._set_rows(self.rank)
-        self._Cx = factors.products(strongest, self._x)
 
     def _identity_(self) -> Tensor:
         """``M ← I`` in place; its diagonal."""

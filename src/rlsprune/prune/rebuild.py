@@ -117,6 +117,8 @@ def rebuild(
     """
     modules = dict(cut.named_modules())
     fitted = {key: site for key, site in sites.items() if not site.shared}
+    if not fitted:
+        return []
     lanes = batches.lanes(sites)
     refitted: list[str] = []
     theirs, ours = Replay(whole, fitted, batches.calls, ahead=False), Replay(cut, fitted, batches.calls, ahead=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from rlsprune.graph.sites import Site, is_sum, layer_names
+from rlsprune.graph.sites import Site, add_as, is_sum, layer_names
 from rlsprune.model.calls import ExampleInputs, as_call
 from rlsprune.model.lanes import Lane
 from rlsprune.model.product import Product, product_of
@@ -174,15 +174,14 @@ class _Watch(TorchFunctionMode):
         if not self._ahead:
             result: Tensor = tensor + other
             self._stop(Stop(site, product, pending.output, result, other))
-            return result
+            return add_as(func, args[0], result)
         skipped = self._skip > 0
         self._stop(Stop(site, product, other=other))
         if not skipped:
             tensor = pending.calls[0]()
             for call in pending.calls[1:]:
                 tensor = call(tensor)
-        made: Tensor = tensor + other
-        return made
+        return add_as(func, args[0], tensor + other)
 
 
 @dataclass(eq=False)

@@ -161,9 +161,9 @@ def _predictions(output: Any) -> list[Tensor]:
 
 def _class_dim(outputs: Tensor, targets: Tensor) -> int | None:
     """Along which dimension the classes lie, if targets are class labels."""
-    if outputs.dim() > 1 and targets.shape == outputs.shape[:-1]:
+    if outputs.dim() > 1 and outputs.shape[-1] > 1 and targets.shape == outputs.shape[:-1]:
         return -1
-    if outputs.dim() > 2 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:]):
+    if outputs.dim() > 2 and outputs.shape[1] > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:]):
         return 1
     return None
 

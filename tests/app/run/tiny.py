@@ -61,7 +61,7 @@ def numbers(folder: RunFolder) -> tuple[Any, ...]:
     summary = {
         key: value
         for key, value in folder.read_json("summary").items()
-        if not key.endswith("seconds") and not key.startswith("latency")
+        if not key.endswith("seconds") and not key.startswith(("latency", "speedups"))
     }
     weights = {name: (tuple(tensor.shape), tensor.tolist()) for name, tensor in load_file(folder.model).items()}
     return metrics, folder.read_lines("events"), summary, weights
