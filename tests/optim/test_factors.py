@@ -175,7 +175,7 @@ def test_forgetting_does_not_wind_up() -> None:
 @pytest.mark.parametrize("forgetting", [1.0, 0.999])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0, 1e4, 1e6])
 def test_float32_agrees_with_float64_for_thousands_of_steps(scale: float, forgetting: float) -> None:
-    """Of ``∇W P``: 200,000 steps are `benchmarks/soak_inverse.py`'s."""
+    """Of ``∇W P``: 200,000 steps are `benchmarks/quality/soak_inverse.py`'s."""
     forms = [factored(next(mean_inputs(1, scale, dtype))) for dtype in (torch.float32, torch.float64)]
     for t, (x, exact) in enumerate(zip(mean_inputs(1000, scale, torch.float32), mean_inputs(1000, scale), strict=True)):
         moved, expected = (step(form, own, forgetting)[1] for form, own in zip(forms, (x, exact), strict=True))

@@ -23,7 +23,7 @@ __all__ = ["Site", "find_sites", "is_sum", "layer_names", "norm_of"]
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
 _IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _follow(trace: _Trace, operation: _Operation, call: int, shared: bool) -> tu
     while (reader := _only_reader(trace, node)) is not None and reader.reads[0] == node:
         if reader.norm is not None:
             norms.append(reader.norm)
-        elif reader.function not in _DROPOUTS or _argument(reader.args, reader.kwargs, 2, "training", True):
+        elif reader.function not in DROPOUTS or _argument(reader.args, reader.kwargs, 2, "training", True):
             break
         node = reader.makes
     if reader is not None and reader.sums:

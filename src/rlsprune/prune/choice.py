@@ -16,14 +16,13 @@ from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import weight_norms
 from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
 from rlsprune.prune.leastsquares import MOST_INPUTS
-from rlsprune.prune.rebuild import Calibration, affine_of, can_shift, draw_places, gather_rows
+from rlsprune.prune.rebuild import DAMPING, Calibration, affine_of, can_shift, draw_places, gather_rows
 from rlsprune.prune.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
 
 __all__ = ["Eliminations", "find_curves"]
 
-_DAMPING = 1e-3
 _ROWS_IN_ROWS = 2048  # of a layer with too many inputs for a matrix of them
 
 
@@ -141,7 +140,7 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader | None:
     matrix, index = seen.weights, input_rows(member.module, member.index)
     if width > MOST_INPUTS and groups == 1:
         part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
-        return ReaderInRows(from_rows(part, _DAMPING), (matrix * counts)[0], index[0])
+        return ReaderInRows(from_rows(part, DAMPING), (matrix * counts)[0], index[0])
     return Reader(_autocorrelation(rows), matrix * counts, index)
 
 
@@ -158,6 +157,6 @@ def _with_bias(product: Product, width: int) -> Tensor:
 def _autocorrelation(rows: Tensor) -> Tensor:
     """``XᵀX/m``, damped."""
     result = exact(rows.mT @ rows) / rows.shape[1]
-    damping = _DAMPING * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
+    damping = DAMPING * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
     result.diagonal(dim1=-2, dim2=-1).add_(damping)
     return result

@@ -19,7 +19,7 @@ from rlsprune.prune.replay import Replay, Stop, closing
 
 __all__ = ["Calibration", "affine_of", "can_shift", "draw_places", "gather_rows", "rebuild"]
 
-_DAMPING = 1e-3
+DAMPING = 1e-3
 _HELD_BACK = 5  # the last fifth of the rows, of other inputs, tells whether a solution is better
 _CLIP_ROUNDS = 5
 # Rows of a layer: so many times its inputs or the second number, whichever is more, while they stay below so many
@@ -94,7 +94,7 @@ def rebuild(
     kept: Mapping[str, Tensor],
     batches: Calibration,
     *,
-    damping: float = _DAMPING,
+    damping: float = DAMPING,
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
 ) -> list[str]:
     """Refits every layer of a cut network, in call order, to the outputs of the whole one.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from rlsprune.graph.sites import Site, add_as, is_sum, layer_names
+from rlsprune.graph.sites import DROPOUTS, Site, add_as, is_sum, layer_names
 from rlsprune.model.calls import ExampleInputs, as_call
 from rlsprune.model.lanes import Lane
 from rlsprune.model.product import Product, product_of
@@ -159,7 +159,7 @@ class _Watch(TorchFunctionMode):
     def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pending: _Pending) -> Any:
         """A batch norm or dropout between the layer and the sum."""
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and (func is F.batch_norm or result is args[0] or func in _PASSING):
+        if isinstance(result, Tensor) and (func is F.batch_norm or result is args[0] or func in DROPOUTS):
             pending.calls.append(lambda value: func(value, *args[1:], **kwargs))
             self._open[id(result)] = (result, pending)
         return result
@@ -193,6 +193,3 @@ class _Pending:
     output: Tensor
     calls: list[Callable[..., Tensor]]
     """The layer's call and those of the batch norms behind it, to be made again."""
-
-
-_PASSING = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
