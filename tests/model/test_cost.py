@@ -161,7 +161,7 @@ def test_ratio_and_table() -> None:
 
 def test_an_earlier_profile_is_shown_and_nothing_else_is_taken_for_one() -> None:
     assert profile(fnn(), torch.randn(1, 20), before=costs(), min_seconds=0.01).before == costs()
-    with pytest.raises(TypeError, match="before is a int: give the model as it was, or its Profile"):
+    with pytest.raises(TypeError, match="before is a int: give the model as it was, that model and its inputs"):
         profile(fnn(), torch.randn(1, 20), before=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         costs() / 2  # type: ignore[operator]
@@ -180,6 +180,15 @@ def test_two_models_are_measured_in_turns_and_the_ratio_has_quartiles() -> None:
     assert f"({low:.2f}–{high:.2f})" in str(costs)
     alone = profile(small, torch.randn(64, 400), min_seconds=0.01)
     assert (costs.before / alone).latency_quartiles is None, "they were not measured in turns"
+
+
+def test_a_stripped_model_is_measured_in_turns_with_one_that_takes_all_inputs() -> None:
+    whole, small, x = nn.Linear(400, 400), nn.Linear(20, 20), torch.randn(64, 400)
+    costs = profile(small, x[:, :20], before=(whole, x), min_seconds=0.01)
+    assert costs.before is not None
+    assert costs.before.flops == 2 * 64 * 400 * 400
+    assert costs.flops == 2 * 64 * 20 * 20
+    assert (costs.before / costs).latency_quartiles is not None
 
 
 class Recurrent(nn.Module):

@@ -28,7 +28,7 @@ BATCHES = 3  # per epoch
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsprune.app.run.execute.latencies", lambda networks, _: [[1.0] * 5 for _ in networks])
+    monkeypatch.setattr("rlsprune.app.run.execute.latencies", lambda calls: [[1.0] * 5 for _ in calls])
 
 
 class Once:

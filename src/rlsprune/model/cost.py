@@ -133,7 +133,7 @@ class ProfileRatio:
 def profile(
     model: nn.Module,
     example_inputs: ExampleInputs,
-    before: Profile | nn.Module | None = None,
+    before: Profile | nn.Module | tuple[nn.Module, ExampleInputs] | None = None,
     *,
     min_seconds: float = 0.2,
 ) -> Profile:
@@ -144,7 +144,7 @@ def profile(
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, on the model's device. Its
             batch size is that of the measurement.
         before: The unpruned model, to be measured in turns with this one, so that other work on the machine slows both
-            alike; or an earlier profile.
+            alike; a pair of it and its inputs if it takes others (see `strip_inputs`); or an earlier profile.
         min_seconds: How long to repeat the inference for its latency.
 
     Examples:
@@ -154,12 +154,16 @@ def profile(
         >>> (costs.before / costs).flops
         2.0
     """
-    if not isinstance(before, Profile | nn.Module | None):
-        raise TypeError(f"before is a {type(before).__name__}: give the model as it was, or its Profile")
-    models = [before, model] if isinstance(before, nn.Module) else [model]
-    times = latencies(models, example_inputs, min_seconds=min_seconds)
-    earlier = _profile(before, example_inputs, times[0]) if isinstance(before, nn.Module) else before
-    return _profile(model, example_inputs, times[-1], earlier)
+    if isinstance(before, nn.Module):
+        before = before, example_inputs
+    if before is None or isinstance(before, Profile):
+        (times,) = latencies([(model, example_inputs)], min_seconds=min_seconds)
+        return _profile(model, example_inputs, times, before)
+    if not (isinstance(before, tuple) and len(before) == 2 and isinstance(before[0], nn.Module)):
+        kind = type(before).__name__
+        raise TypeError(f"before is a {kind}: give the model as it was, that model and its inputs, or its Profile")
+    then, now = latencies([before, (model, example_inputs)], min_seconds=min_seconds)
+    return _profile(model, example_inputs, now, _profile(*before, then))
 
 
 def _profile(
@@ -259,32 +263,29 @@ def weight_names(module: nn.Module) -> list[str]:
 
 def latency(model: nn.Module, example_inputs: ExampleInputs, *, min_seconds: float = 0.2) -> tuple[float, float]:
     """Median and interquartile range of the time of one inference, in milliseconds: see `latencies`."""
-    return _median_and_iqr(latencies([model], example_inputs, min_seconds=min_seconds)[0])
+    return _median_and_iqr(latencies([(model, example_inputs)], min_seconds=min_seconds)[0])
 
 
-def latencies(
-    models: Sequence[nn.Module], example_inputs: ExampleInputs, *, min_seconds: float = 0.2
-) -> list[list[float]]:
+def latencies(calls: Sequence[tuple[nn.Module, ExampleInputs]], *, min_seconds: float = 0.2) -> list[list[float]]:
     """Times of one inference of each model, in milliseconds, measured in turns.
 
     Other work on the machine then slows all models alike, and the ratio of two of them holds. Torch's own threads are
     used as they are set, and CUDA is waited for.
 
     Args:
-        models: On the device of the inputs.
-        example_inputs: What they are called with.
+        calls: The models, each with the inputs that it is called with, on its device.
         min_seconds: How long each of them is measured at least.
 
     Returns:
         For each model as many times as there were rounds.
     """
-    times: list[list[float]] = [[] for _ in models]
+    times: list[list[float]] = [[] for _ in calls]
     with contextlib.ExitStack() as stack:
-        timers = [_timer(*stack.enter_context(inference(model, example_inputs))) for model in models]
+        timers = [_timer(*stack.enter_context(inference(*call))) for call in calls]
         first = [timer.timeit(1).median for timer in timers]  # it warms up, and tells how many make a round
         runs = [max(1, round(_ROUND_SECONDS / max(seconds, 1e-9))) for seconds in first]
         spent = 0.0
-        while spent < min_seconds * len(models) or len(times[0]) < _MIN_TIMES:
+        while spent < min_seconds * len(calls) or len(times[0]) < _MIN_TIMES:
             for own, timer, number in zip(times, timers, runs, strict=True):
                 seconds = timer.timeit(number).median
                 own.append(seconds * 1e3)

@@ -26,7 +26,7 @@ from rlsprune.io.lock import InUseError
 def _quick() -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr("rlsprune.app.run.execute.latencies", lambda networks, _: [[1.0] * 5 for _ in networks])
+        patch.setattr("rlsprune.app.run.execute.latencies", lambda calls: [[1.0] * 5 for _ in calls])
         yield
 
 
@@ -75,7 +75,7 @@ from rlsprune.io.atomic import StorageError
 from rlsprune.app.run.folder import RunFolder
 from app.run.tiny import leftovers, numbers, tiny_recipe
 
-run.latencies = lambda networks, _: [[1.0] * 5 for _ in networks]
+run.latencies = lambda calls: [[1.0] * 5 for _ in calls]
 disk = Path({disk!r})
 options = lambda text: subprocess.run(["mount", "-o", text, "tmpfs", str(disk)], check=True)
 

@@ -19,7 +19,7 @@ def _quick() -> object:
     """Neither how long the network takes nor the real disk is of interest here, and they take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr("rlsprune.app.run.execute.latencies", lambda networks, _: [[1.0] * 5 for _ in networks])
+        patch.setattr("rlsprune.app.run.execute.latencies", lambda calls: [[1.0] * 5 for _ in calls])
         yield
 
 

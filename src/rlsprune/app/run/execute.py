@@ -258,7 +258,8 @@ class Run:
         last, final = tail(metrics, events), metrics[-1]
         kept = next(iter(kept_features(self.model).values()), None)
         networks = [self.recipe.in_layout(self.recipe.build_model()), self.result]
-        times = {batch: latencies(networks, self.recipe.example(batch)) for batch in _LATENCY_BATCHES}
+        examples = {batch: self.recipe.example(batch) for batch in _LATENCY_BATCHES}
+        times = {batch: latencies([(network, x) for network in networks]) for batch, x in examples.items()}
         unpruned_ms, latency_ms = map(statistics.median, times[_LATENCY_BATCHES[-1]])
         return {
             **self.recipe.title,
