@@ -116,6 +116,15 @@ def test_the_smallest_network_within_the_drop_is_found_by_few_trials(trained: nn
     assert parameter_count(trained) == shrunk.chosen.params
 
 
+@pytest.mark.parametrize("what", ["params", "flops", "latency"])
+def test_the_drop_limits_whatever_is_to_be_made_small(trained: nn.Module, what: str) -> None:
+    before = accuracy(trained)
+    shrunk = rlsprune.shrink(trained, batches(0), target=what, max_drop=2.0, valid=batches(1))
+    assert shrunk.chosen.score == accuracy(trained) >= before - 2.0
+    assert any(not point.within for point in shrunk.front)
+    assert shrunk.chosen.params < 0.5 * shrunk.front[0].params
+
+
 def test_a_target_within_the_drop_is_where_it_ends(trained: nn.Module) -> None:
     shrunk = rlsprune.shrink(trained, batches(0), max_drop=5.0, target={"params": 0.6}, valid=batches(1))
     assert len(shrunk.front) == 2
@@ -410,6 +419,9 @@ def test_a_score_that_is_no_number_is_refused(trained: nn.Module) -> None:
     ("options", "message"),
     [
         ({}, "give target, max_drop, or both"),
+        ({"target": "params"}, "a name alone"),
+        ({"target": "depth", "max_drop": 1.0}, "depth"),
+        ({"target": {}, "max_drop": 1.0}, "target={}"),
         ({"max_drop": -1.0}, "max_drop=-1.0"),
         ({"target": {"params": 0.5}, "recovery_epochs": -1}, "recovery_epochs=-1"),
         ({"target": {"params": 1.5}}, "1.5"),

@@ -148,23 +148,39 @@ def ours(case: Case, flops: float) -> nn.Module:
     return model
 
 
-def rival(make: Callable[[], Any], gradients: bool = False) -> Callable[[Case, float], nn.Module]:
-    """torch-pruning with one of its importances, on the layers that ours may cut."""
+def rival(
+    make: Callable[[], Any], gradients: bool = False, everywhere: bool = False
+) -> Callable[[Case, float], nn.Module]:
+    """torch-pruning with one of its importances, on the inner layers of the blocks.
+
+    Args:
+        make: The importance.
+        gradients: Whether it needs those of the loss.
+        everywhere: Whether channels of all layers are ranked together, not the same share of each removed.
+    """
 
     def pruned(case: Case, flops: float) -> nn.Module:
         low, high = 0.0, 1.0
         best = copy.deepcopy(case.model)
+        taught = copy.deepcopy(case.model)
+        if gradients:
+            for images, labels in zip(case.images, case.labels, strict=True):
+                functional.cross_entropy(taught(images), labels).backward()
         for _ in range(7):
             ratio = (low + high) / 2
             torch.manual_seed(0)
             model = copy.deepcopy(case.model)
-            if gradients:
-                for images, labels in zip(case.images, case.labels, strict=True):
-                    functional.cross_entropy(model(images), labels).backward()
+            for own, other in zip(model.parameters(), taught.parameters(), strict=True):
+                own.grad = None if other.grad is None else other.grad.clone()
             inner = {module for name, module in model.named_modules() if name.endswith(".conv1")}
             kept = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear) and m not in inner]
             pruner = torch_pruning.pruner.BasePruner(
-                model, case.example, importance=make(), pruning_ratio=ratio, ignored_layers=kept
+                model,
+                case.example,
+                importance=make(),
+                pruning_ratio=ratio,
+                ignored_layers=kept,
+                global_pruning=everywhere,
             )
             pruner.step()
             if case.share(model) <= flops:
@@ -180,6 +196,7 @@ RIVALS = {
     "random": rival(importance.RandomImportance),
     "L1": rival(lambda: importance.MagnitudeImportance(p=1)),
     "L2": rival(lambda: importance.MagnitudeImportance(p=2)),
+    "L2, layers ranked together": rival(lambda: importance.MagnitudeImportance(p=2), everywhere=True),
     "Taylor": rival(importance.TaylorImportance, gradients=True),
     "BN scale": rival(importance.BNScaleImportance),
 }
@@ -249,6 +266,36 @@ def measured(case: Case, make: Callable[[], nn.Module]) -> dict[str, float]:
     return {"accuracy": case.accuracy(model), "flops": case.share(model), "forwards": spent / forward}
 
 
+class Record:
+    """The rows so far, in a file after each: a run that was stopped goes on where it was.
+
+    Args:
+        path: A JSON file; None to keep them in memory.
+        settings: What the rows have in common; a file of others is refused.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self._path, self._settings = path, {**settings, "calibration": CALIBRATION}
+        self.rows: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            known = json.loads(path.read_text())
+            if known["settings"] != self._settings:
+                raise SystemExit(f"{path} is of {known['settings']}, not of {self._settings}: name another --record")
+            self.rows = known["rows"]
+
+    def has(self, key: dict[str, Any]) -> bool:
+        """Whether there is a row with these entries."""
+        return any(key.items() <= row.items() for row in self.rows)
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Keeps a row."""
+        self.rows.append(row)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps({"settings": self._settings, "rows": self.rows}, indent=1) + "\n")
+        return row
+
+
 def main() -> None:
     """Prints a table, and keeps the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,13 +306,16 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--methods", help="names, with commas between; all if left out")
     parser.add_argument("--test-images", type=int, help="for a quick look")
-    parser.add_argument("--record", type=Path, help="a JSON file for the numbers")
+    parser.add_argument(
+        "--record", type=Path, help="a JSON file for the numbers; rows that it has are not measured again"
+    )
     parser.add_argument("--out", type=Path, help="a PNG file for the front")
     options = parser.parse_args()
     torch.set_num_threads(1)
     shares = FRONT if options.what == "front" else [float(share) for share in options.flops.split(",")]
     wanted = options.methods.split(",") if options.methods else None
-    rows: list[dict[str, Any]] = []
+    record = Record(options.record, {"weights": options.weights.name, "test_images": options.test_images})
+    rows = record.rows
     for seed in map(int, options.seeds.split(",")):
         case = load_case(options.weights, options.data_dir, seed, options.test_images)
         whole = rows[0]["whole"] if rows else case.accuracy(case.model)
@@ -277,20 +327,16 @@ def main() -> None:
                 every = {"rlsprune.shrink": ours, **RIVALS}
                 methods = {name: partial(make, case, share) for name, make in every.items()}
             for name, make in methods.items():
-                if wanted is not None and name not in wanted:
+                key = {"seed": seed, "target": share, "method": name}
+                if (wanted is not None and name not in wanted) or record.has(key):
                     continue
-                rows.append({"seed": seed, "target": share, "method": name, "whole": whole, **measured(case, make)})
-                last = rows[-1]
+                last = record.add({**key, "whole": whole, **measured(case, make)})
                 print(
                     f"{name:<40} {100 * last['flops']:5.1f} % of the FLOPs  {last['accuracy']:6.2f} %  "
                     f"{last['forwards']:5.1f} passes",
                     flush=True,
                 )
     print(_table(rows))
-    if options.record is not None:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"weights": options.weights.name, "calibration": CALIBRATION, "test_images": options.test_images}
-        options.record.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
     if options.out is not None:
         _draw(rows, options.weights.stem, options.out)
 

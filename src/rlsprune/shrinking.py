@@ -17,7 +17,7 @@ from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
 from rlsprune.model.modes import refuse_inference_mode
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.closed_form import ClosedForm, NothingToPruneError, Report
+from rlsprune.prune.closed_form import RESOURCES, ClosedForm, CutPlan, NothingToPruneError, Report
 from rlsprune.prune.front import Front, FrontPoint, Score, Shrunk
 from rlsprune.prune.rebuild import Calibration
 from rlsprune.training.batches import GivenBatches, Pair, split
@@ -39,7 +39,7 @@ def shrink(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    target: Mapping[str, float] | None = None,
+    target: Mapping[str, float] | str | None = None,
     max_drop: float | None = None,
     valid: Iterable[Any] | None = None,
     loss: Loss | None = None,
@@ -68,9 +68,10 @@ def shrink(
             Inputs may be a tensor, a tuple of arguments or a dict of them; several inputs without targets come as a
             dict or as ``((one, other), None)``. Shuffled, unless it is a list: the first ``calibration`` inputs count.
         target: End at this fraction of the given network: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
-            ``{"latency": 0.5}``.
-        max_drop: The score may fall by so much, in its own unit: the smallest network within that is given back. With a
-            target as well, none smaller than the target.
+            ``{"latency": 0.5}``. With ``max_drop``, a name alone says what is to be made small: ``"params"``,
+            ``"flops"`` (as None does) or ``"latency"``.
+        max_drop: The score may fall by so much, in its own unit: the smallest network within that is given back. With
+            fractions as target as well, none smaller than these.
         valid: Batches that the score is measured on; None for those that the layers are refitted on.
         loss: Of recovery, from outputs and targets. None: without targets, how far the outputs are from the given
             network's (Kullback-Leibler divergence of class scores, else the squared difference over the variance); with
@@ -106,17 +107,13 @@ def shrink(
         True
     """
     refuse_inference_mode("shrink")
-    if target is None and max_drop is None:
-        raise ValueError("give target, max_drop, or both: without either there is no end to pruning")
     check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, recovery_epochs >= 0, "at least 0")
     check_argument("ratio", ratio, 0 < ratio < 1, "above 0 and below 1")
     check_argument("calibration", calibration, calibration >= 1, "at least 1")
     check_argument("min_channels", min_channels, min_channels >= 1, "at least 1")
     check_argument("round_to", round_to, round_to >= 1, "at least 1")
-    known = ("params", "flops", "latency")
-    for what, share in (target or {}).items():
-        check_argument("target", target, what in known and 0 < share < 1, f"fractions of {', '.join(known)}")
+    goal = _goal(target, max_drop)
     if max_drop is not None and valid is None and score is None:
         warnings.warn("max_drop is measured on batches that layers are refitted on: give valid=", stacklevel=2)
     model = unwrap(model)
@@ -144,10 +141,27 @@ def shrink(
         if recovery_epochs:
             make = optimizer or (lambda network: RLS(network, lr=0.1))
             recovery = _Recovery(model, given, objective, make, recovery_epochs, tell)
-            _in_rounds(front, cutter, recovery, target, ratio)
+            _in_rounds(front, cutter, recovery, goal, ratio)
         else:
-            _at_once(front, cutter, target, max_drop)
+            _at_once(front, cutter, goal, max_drop)
     return Shrunk(model, front.chosen, tuple(front.points))
+
+
+def _goal(target: Mapping[str, float] | str | None, max_drop: float | None) -> dict[str, float]:
+    """What to make small, and the share of it to end at; 0 for as small as can be."""
+    known = f"fractions of {', '.join(RESOURCES)}; with max_drop, also one of these names alone"
+    if max_drop is None and (target is None or isinstance(target, str)):
+        raise ValueError(
+            "give target, max_drop, or both: without either there is no end to pruning, and a name alone as target "
+            "says what is to be made small, not how small"
+        )
+    if target is None or isinstance(target, str):
+        check_argument("target", target, target is None or target in RESOURCES, known)
+        return {target or "flops": 0.0}
+    shares = isinstance(target, Mapping) and len(target) > 0
+    check_argument("target", target, shares and all(0 < share < 1 for share in target.values()), known)
+    check_argument("target", target, all(what in RESOURCES for what in target), known)
+    return dict(target)
 
 
 class _Cutter:
@@ -183,45 +197,44 @@ class _Cutter:
         )
 
 
-def _at_once(front: Front, cutter: _Cutter, target: Mapping[str, float] | None, max_drop: float | None) -> None:
+def _at_once(front: Front, cutter: _Cutter, goal: Mapping[str, float], max_drop: float | None) -> None:
     """Closed form: one cut, or a search by halving for the smallest network within the drop."""
     form = cutter.look()
 
-    def attempt(wanted: Mapping[str, float]) -> bool:
-        plan = form.plan(wanted)
+    def attempt(plan: CutPlan) -> bool:
         form.apply(plan)
         front.pruned()
         front.add()
         return front.points[-1].within
 
-    lowest = dict(target) if target else {"flops": 0.0}
-    reached = attempt(lowest)
+    smallest = form.plan(goal)
+    reached = attempt(smallest)
     first, last = front.points[0], front.points[-1]
     missed = {
-        what: getattr(last, what) / max(getattr(first, what), 1) for what in lowest if what != "latency" and target
+        what: getattr(last, what) / max(getattr(first, what), 1)
+        for what, share in goal.items()
+        if what != "latency" and share
     }
-    if missed and all(share > lowest[what] for what, share in missed.items()):
+    if missed and all(share > goal[what] for what, share in missed.items()):
         warnings.warn(
-            f"target={dict(lowest)} is out of reach: with all that may go, {missed} is left. Look at ignore, "
+            f"target={dict(goal)} is out of reach: with all that may go, {missed} is left. Look at ignore, "
             "min_channels and round_to, and at what rlsprune.Pruner(…).skipped says of this network",
             stacklevel=3,
         )
     if reached or max_drop is None:
         return
-    low, high = 0.0, 1.0  # how far from the lowest towards the whole network
+    low, high = smallest.share, 1.0
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
-        if attempt({what: share + middle * (1 - share) for what, share in lowest.items()}):
+        if attempt(form.plan_share(smallest.resource, middle)):
             high = middle
         else:
             low = middle
 
 
-def _in_rounds(
-    front: Front, cutter: _Cutter, recovery: _Recovery, target: Mapping[str, float] | None, ratio: float
-) -> None:
+def _in_rounds(front: Front, cutter: _Cutter, recovery: _Recovery, goal: Mapping[str, float], ratio: float) -> None:
     """Cut, train, look; again."""
-    kept = dict.fromkeys(target or {"flops": 0.0}, 1.0)  # of the given network, by what was aimed at so far
+    kept = dict.fromkeys(goal, 1.0)  # of the given network, by what was aimed at so far
     while front.points[-1].within:
         name = f"round {len(front.points)}"
         try:
@@ -230,7 +243,7 @@ def _in_rounds(
             if len(front.points) == 1:
                 raise
             break
-        step = {what: max(1 - ratio, (target or {}).get(what, 0.0) / share) for what, share in kept.items()}
+        step = {what: max(1 - ratio, goal[what] / share) for what, share in kept.items()}
         plan = form.plan(step)
         if not any(plan.gone.values()):
             break
@@ -239,7 +252,7 @@ def _in_rounds(
         front.pruned()
         recovery.run(name, front)
         front.add()
-        if target and any(share <= target[what] * (1 + 1e-9) for what, share in kept.items()):
+        if any(share <= goal[what] * (1 + 1e-9) for what, share in kept.items()):
             break
 
 

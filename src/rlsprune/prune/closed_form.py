@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from rlsprune.graph import Cuts, find_groups, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.calls import ExampleInputs, bare_copy
-from rlsprune.model.cost import latency
+from rlsprune.model.cost import latencies, ratio_quartiles
 from rlsprune.model.modes import evaluating
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement, exact, memory_format, replace_data
@@ -27,10 +26,12 @@ from rlsprune.prune.widths import choose_widths
 from rlsprune.statistics.inverse import cholesky_positive
 from rlsprune.statistics.rows import input_rows
 
-__all__ = ["ClosedForm", "CutPlan", "NothingToPruneError"]
+__all__ = ["RESOURCES", "ClosedForm", "CutPlan", "NothingToPruneError"]
 
-# Steps towards a target that is measured, or counted only when the network is cut.
-_MEASURED_STEPS, _TURNS = 6, 3
+RESOURCES = ("params", "flops", "latency")
+"""What a network can be made small in."""
+
+_MEASURED_STEPS = 6  # towards a target that is measured, or counted only when the network is cut
 
 Report = Callable[[str, int, int | None], object]
 """Told what is being done, how much of it is done, and of how much."""
@@ -47,6 +48,10 @@ class CutPlan(NamedTuple):
     """Name of a group → number of its units."""
     error: float
     """What that is thought to cost: the sum of the groups' errors."""
+    resource: str = "flops"
+    """What was to be saved."""
+    share: float = 0.0
+    """How much of it was to be left, as it is reckoned from the weights."""
 
 
 class ClosedForm:
@@ -115,10 +120,21 @@ class ClosedForm:
         """The least harmful cut that reaches one of the targets, by what is counted.
 
         Args:
-            target: ``{"params": 0.3}``, ``{"flops": 0.5}`` or ``{"latency": 0.5}``: shares of the whole network.
+            target: ``{"params": 0.3}``, ``{"flops": 0.5}`` or ``{"latency": 0.5}``: shares of the whole network; 0
+                for as small as can be.
         """
         plans = [self._plan_one(what, share) for what, share in target.items()]
         return min(plans, key=lambda plan: plan.error)
+
+    def plan_share(self, what: str, share: float) -> CutPlan:
+        """The least harmful cut to a share of a resource, as it is reckoned from the weights."""
+        reckoned = "flops" if what == "latency" else what
+        if not self._budget.proportional:
+            reckoned = "params"
+        costs = self._costs[reckoned]
+        goal = share * costs.without({})
+        gone = choose_widths(self.curves, self._groups, costs, goal, least=self._least, round_to=self._round_to)
+        return CutPlan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()), what, share)
 
     def apply(self, plan: CutPlan) -> None:
         """The whole network, cut and refitted."""
@@ -147,14 +163,13 @@ class ClosedForm:
     # --- how much of each group ---------------------------------------------------------------------------------------
 
     def _plan_one(self, what: str, share: float) -> CutPlan:
-        proportional = what == "params" or (what == "flops" and self._budget.proportional)
-        if proportional:
-            return self._planned(what, share)
-        aim, enough = share, None
+        counted = what == "params" or (what == "flops" and self._budget.proportional)
+        plan = self.plan_share(what, share)
+        if counted or not share:
+            return plan
+        aim, enough = share, self.plan_share(what, 0.0)
         low, high = 0.0, 1.0
-        proxy = "flops" if self._budget.proportional else "params"
         for _ in range(_MEASURED_STEPS):
-            plan = self._planned(proxy, aim)
             self._report(f"measuring {what}", 0, None)
             self.cut(plan)
             reached = self._relative(what) <= share
@@ -164,28 +179,18 @@ class ClosedForm:
             else:
                 high = aim
             aim = (low + high) / 2
-        return enough or self._planned(proxy, low)
+            plan = self.plan_share(what, aim)
+        return enough
 
     def _relative(self, what: str) -> float:
-        """Cost of the network as it is, as a share of the whole one's; times are measured in turns."""
+        """Cost of the network as it is, as a share of the whole one's.
+
+        Of times, which are measured in turns, the upper quartile: the target holds when they are measured again.
+        """
         if what != "latency":
             return self.costs()[what] / self._budget.original[what]
-        ratios = [
-            latency(self._model, self._example)[0] / latency(self._whole, self._example)[0] for _ in range(_TURNS)
-        ]
-        return statistics.median(ratios)
-
-    def _planned(self, what: str, share: float) -> CutPlan:
-        costs = self._costs[what]
-        gone = choose_widths(
-            self.curves,
-            self._groups,
-            costs,
-            share * costs.without({}),
-            least=self._least,
-            round_to=self._round_to,
-        )
-        return CutPlan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()))
+        own, whole = latencies([self._model, self._whole], self._example)
+        return ratio_quartiles(own, whole)[2]
 
     # --- the cut ------------------------------------------------------------------------------------------------------
 
