@@ -24,7 +24,7 @@ COMMAND = re.compile(r"python -m benchmarks\.([a-z0-9_.]+)([^`\n|#]*)")
 
 def commands() -> list[tuple[str, str]]:
     """Name and arguments of every call of a benchmark in the documentation."""
-    pages = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "Makefile"]
+    pages = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "Makefile"]
     return [call for page in pages for call in COMMAND.findall(page.read_text(encoding="utf-8"))]
 
 

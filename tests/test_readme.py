@@ -18,7 +18,7 @@ from rlsprune.app.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (runs|file: \S+) -->\n)?^```(python|sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

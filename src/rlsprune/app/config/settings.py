@@ -74,7 +74,7 @@ OURS = PruningSettings(
     target=0.1,
     reunite=True,
 )
-"""What won; see docs/results.md."""
+"""What won; see docs/records."""
 
 RANK = 16
 """Of P, in our own methods: what `rlsprune.RLS` has by default."""

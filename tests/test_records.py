@@ -1,0 +1,115 @@
+"""The evidence: the page of results stays short, its numbers are those of the runs that are kept, and every claim has a record."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from rlsprune.app.run.folder import RunFolder
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+RUNS = DOCS / "results"
+RECORDS = sorted(path for path in (DOCS / "records").glob("*.md") if path.name != "index.md")
+RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
+
+
+def fields(record: Path) -> dict[str, str]:
+    """Of the table that a record begins with."""
+    return dict(re.findall(r"^\| (\w+) \| (.+) \|$", record.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of all tables, without emphasis."""
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    return [[cell.strip().strip("*") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_results_fit_on_a_page() -> None:
+    assert len(RESULTS.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_record_can_be_run_again(record: Path) -> None:
+    """That its commands are understood is tested with those of all other pages."""
+    given = fields(record)
+    assert list(given)[:4] == ["claim", "date", "seeds", "machine"]
+    assert given["date"] == record.name[:10]
+    text = record.read_text(encoding="utf-8")
+    assert re.search(r"^```sh\n(rlsprune|python -m benchmarks)", text, re.MULTILINE)
+    named = re.findall(r"`(docs/[^`]+)`", given["files"])
+    assert named or given["files"].startswith("none: the benchmark prints")
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+def test_index_has_every_record_newest_first() -> None:
+    index = (DOCS / "records" / "index.md").read_text(encoding="utf-8")
+    linked = re.findall(r"^\| (\S+) \| \[([^]]+)\]\(([^)]+)\): (.+) \|$", index, re.MULTILINE)
+    assert sorted(name for _, _, name, _ in linked) == [path.name for path in RECORDS]
+    dates = [date for date, *_ in linked]
+    assert dates == sorted(dates, reverse=True)
+    for date, title, name, claim in linked:
+        record = DOCS / "records" / name
+        assert (date, claim) == (fields(record)["date"], fields(record)["claim"])
+        assert record.read_text(encoding="utf-8").startswith(f"# {title}\n")
+
+
+def test_every_kept_run_belongs_to_a_record() -> None:
+    named = " ".join(fields(record)["files"] for record in RECORDS)
+    kept = {path.parents[1].name for path in RUNS.glob("*/*/config.json")}
+    assert kept
+    assert not [name for name in kept if not re.search(rf"docs/results/{name}\b(?!-)", named)]
+
+
+TRAINED = {
+    ("`rls`", "9.7 %"): "mnist-fnn/rls-seed*",
+    ("`scratch`, as many epochs", "9.7 %"): "mnist-fnn/scratch-seed*",
+    ("`scratch`, as much time", "9.7 %"): "mnist-fnn-long/scratch-seed*",
+    ("one-shot L1, the same images, as much time", "9.8 %"): "mnist-fnn-l1/ten-percent-seed*",
+    ("`rls`", "4.9 %"): "mnist-fnn-small/rls-seed*",
+    ("`scratch`, as many epochs", "4.9 %"): "mnist-fnn-small/scratch-seed*",
+    ("`scratch`, as much time", "4.9 %"): "mnist-fnn-small-long/scratch-seed*",
+    ("one-shot L1, the same images, as much time", "4.8 %"): "mnist-fnn-l1/five-percent-seed*",
+    ("`rls`", "5.6 %"): "cifar10-vgg-all/rls-seed*",
+    ("`rls`", "2.0 %"): "svhn-vgg-all/rls-seed*",
+    ("`scratch`, as many epochs", "2.0 %"): "svhn-vgg-all/scratch-seed*",
+}
+"""Name and weights of a row → the runs that it is the mean of."""
+
+
+def test_rows_of_results_are_those_of_the_runs() -> None:
+    drawn = {}
+    for name, pattern in TRAINED.items():
+        folders = [RunFolder(path) for path in sorted(RUNS.glob(pattern))]
+        summaries = [folder.read_json("summary") for folder in folders]
+        accuracies = [summary["mean_accuracy"] for summary in summaries]
+        deviation = f" ± {statistics.stdev(accuracies):.2f}" if len(folders) > 1 else ""
+        weights = f"{statistics.fmean(summary['weights_percent'] for summary in summaries):.1f} %"
+        accuracy = f"{statistics.fmean(accuracies):.2f}{deviation} %"
+        drawn[name] = [weights, accuracy, str(len(folders[0].read_lines("metrics"))), str(len(folders))]
+    shown = {(row[0], row[1]): row[1:] for row in rows(RESULTS) if len(row) == 5}
+    assert {name: shown.get(name) for name in drawn} == drawn
+    ours = {name for name in shown if name[0].startswith(("`", "one-shot"))}
+    assert ours == set(drawn), "a row without runs"
+
+
+def test_rows_of_trained_networks_are_those_of_the_records() -> None:
+    found: dict[str, list[float]] = {}
+    for name in ("resnet20-half", "resnet20-rivals"):
+        content = json.loads((RUNS / "trained-networks" / f"{name}.json").read_text(encoding="utf-8"))
+        for row in content["rows"]:
+            found.setdefault(row["method"], []).append(row["accuracy"])
+    ours = found.pop("rlsprune.shrink")
+    mean, deviation = statistics.fmean(ours), statistics.stdev(ours)
+    best = max(max(values) for values in found.values())
+    shown = {row[0]: row[2] for row in rows(RESULTS) if len(row) == 4}
+    assert shown["ResNet-20, `rlsprune.shrink`"] == f"{mean:.2f} ± {deviation:.2f} %"
+    assert shown["ResNet-20, torch-pruning's best (L1; at 46.9 % of the FLOPs)"] == f"{best:.2f} %"
+    assert shown["ResNet-20, torch-pruning, random channels"] == f"{found['random'][0]:.2f} %"
+    log = (RUNS / "trained-networks" / "resnet56-half.log").read_text(encoding="utf-8")
+    assert shown["ResNet-56, `rlsprune.shrink`"] in log
