@@ -1,4 +1,4 @@
-"""The evidence: the page of results stays short, its numbers are those of the runs that are kept, and every claim has a record."""
+"""Evidence: results fit on a page, their numbers are those of the runs that are kept, every claim has a record."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 The selector is a buffer, `kept_inputs`, and a forward pre-hook on the `Linear` layer that reads the raw features. The
 names of the parameters stay as they were; the state dict gains one name. Forward hooks see the features picked.
 
-Picking takes about 3 µs of a call on a CPU, at batch 1 as at 64: 1 µs is the gather (a slice of contiguous features is no
-faster), the rest is how torch calls hooks. A network whose call takes 10 µs is better stripped.
+Picking takes about 3 µs of a call on a CPU, at batch 1 as at 64: 1 µs is the gather (a slice of contiguous features is
+no faster), the rest is how torch calls hooks. A network whose call takes 10 µs is better stripped.
 """
 
 from __future__ import annotations
