@@ -2,8 +2,8 @@
 
 `python -m benchmarks.quality.tables tune mnist --data-dir DATA` chooses every method's rate on held-out training
 images, with as many trials for each; `run mnist` then makes the runs that are missing, cheapest first; `draw mnist`
-writes the table and the picture from the records. All of it can be interrupted and goes on where it was. Runs go to
---runs, what is kept of them to --records.
+writes the table and the picture from the records. All of it can be interrupted and goes on where it was; with --retry
+what failed is tried again too. Runs go to --runs, what is kept of them to --records.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("tables", nargs="+", choices=list(TABLES), metavar="TABLE", help=", ".join(TABLES))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
     parser.add_argument("--limit", type=int, help="run so many cells of a table at most")
+    parser.add_argument("--retry", action="store_true", help="also what failed before")
     parser.add_argument("--data-dir")
     parser.add_argument("--no-verify", action="store_true", help="read data files whose checksum is another")
     parser.add_argument("--runs", type=Path, default=Path("runs/tables"))
@@ -43,6 +44,7 @@ def main() -> None:
             machine=machine,
             say=lambda text: print(time.strftime("%H:%M:%S"), text, flush=True),
             limit=options.limit,
+            retry=options.retry,
         )
         if options.what == "tune":
             queue.tune()

@@ -377,6 +377,10 @@ def test_interrupt_ends_with_the_command_that_resumes(
     assert main(["fit", "--resume", str(out), "--quiet"]) == 0
     assert (out / "model.onnx").is_file(), "a finished run gets what it lacks"
     assert (out / "model.safetensors").stat().st_mtime_ns == before
+    (out / "model.onnx").unlink()
+    (out / "model.onnx").symlink_to(tmp_path / "outside.onnx")
+    assert main(["fit", "--resume", str(out), "--quiet"]) == 2
+    assert not (tmp_path / "outside.onnx").exists(), "what a run writes stays in its folder"
 
 
 def test_network_that_cannot_be_exported_keeps_the_result_of_its_training(

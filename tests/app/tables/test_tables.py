@@ -172,6 +172,34 @@ def test_a_run_that_failed_is_shown_and_not_tried_again(tmp_path: Path, monkeypa
     TableQueue(name="digits", runs=tmp_path / "r", records=tmp_path, machine={}, say=pytest.fail).run(1)
 
 
+def test_what_failed_is_tried_again_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "TABLES", {"digits": DIGITS})
+    monkeypatch.setattr(queue, "TRIALS", 1)
+    first = DIGITS.cells()[0]
+    tuning = Tuning(tmp_path / f"tuning-{DIGITS.experiment}.json")
+    for way in DIGITS.ways():
+        tuning.add(way, Tuned(0.1), None if way.way == first.way else {"accuracy": 1.0, "loss": 1.0})
+    records = Records(tmp_path / "digits")
+    records.keep_failure(first, "exit code 4")
+    made = TableQueue(
+        name="digits",
+        runs=tmp_path / "r",
+        records=tmp_path,
+        machine={"threads": 1},
+        say=str,
+        limit=1,
+        retry=True,
+        runner=InProcess(),
+    )
+    made.tune()
+    trials = made.tuning.trials[first.way]
+    assert [trial["lr"] for trial in trials] == [0.1]
+    assert trials[0]["accuracy"] is not None
+    made.run(1)
+    assert records.failure(first) is None
+    assert records.summary(first) is not None
+
+
 @pytest.mark.parametrize("name", DRAWN)
 def test_tables_of_the_documentation_are_those_of_the_records(name: str) -> None:
     assert table_page(name, RECORDS) == (RECORDS / name / "table.md").read_text(encoding="utf-8")

@@ -68,11 +68,13 @@ def fit(
             else train_and_prune(make_own_recipe(twin, load_own_data(twin)), beside, baseline_observer())
         )
         summary = {**summary, "unpruned_accuracy": unpruned["accuracy"]}
-        folder.write_json("summary", summary)
+        with folder.locked():
+            folder.write_json("summary", summary)
     onnx = folder.path / "model.onnx"
     if leads() and not onnx.exists() and not missing_onnx_packages():
         model = modelfile.load(folder.model, into=recipe.build_model())
-        export_onnx(model, recipe.example(2), onnx)
+        with folder.locked():
+            export_onnx(model, recipe.example(2), onnx)
     return summary
 
 

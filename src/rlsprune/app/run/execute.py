@@ -22,6 +22,7 @@ from rlsprune.app.run.environment import describe_environment
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.method import Retained
 from rlsprune.app.run.observer import Observer
+from rlsprune.app.run.randomness import RandomStates
 from rlsprune.app.run.recipe import Recipe
 from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, speedup_row, tail, total_percent
 from rlsprune.app.run.share import Share
@@ -117,8 +118,7 @@ class Run:
             self.data.train, torch.Generator().manual_seed(recipe.seed), len(self.data.train)
         )
         self.example = recipe.example()
-        device = self.example.device
-        self._generator = None if device.type == "cpu" else torch.get_device_module(device)
+        self._randomness = RandomStates(self.share, self.example.device, recipe.seed)
         self.model = recipe.build_model()
         self.unpruned = _Unpruned(count_retained(self.model, self.example), self._flops())
         saved = self._load_checkpoint()
@@ -135,6 +135,7 @@ class Run:
             self.method.follow(self._average.network)
         if self.data.valid is not None:
             self.method.weigh_by(self._held_out_loss)
+        self._randomness.draw_apart(0)
         if saved is not None:
             with _fitting(folder):
                 self._restore(*saved)
@@ -367,8 +368,7 @@ class Run:
             "record": self.record.state_dict(),
             "guard": self.guard.state_dict(),
             "cpu_seconds": self.clock.used,
-            "random": torch.get_rng_state(),
-            "device_random": None if self._generator is None else self._generator.get_rng_state(),
+            **self._randomness.state_dict(),
         }
 
     def _restore(self, epoch: int, state: dict[str, Any]) -> None:
@@ -381,10 +381,7 @@ class Run:
         self.record.load_state_dict(state["record"])
         self.guard.load_state_dict(state["guard"])
         self.clock = CpuClock(state.get("cpu_seconds", 0.0))  # 0.1.0 did not count it
-        torch.set_rng_state(state["random"])
-        # A run that goes on on another kind of device draws its dropout, say, from there anew.
-        if self._generator is not None and state.get("device_random") is not None:
-            self._generator.set_rng_state(state["device_random"])
+        self._randomness.load_state_dict(state, epoch)
         self.done = epoch
 
     def _write_lines(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -66,6 +66,15 @@ class Share:
         """Each value averaged over the ranks."""
         size = 1 if self.ranks is None else self.ranks.size
         return [total / size for total in self.totals(values)]
+
+    def of_each(self, value: T) -> list[T]:
+        """Every rank's value, in their order."""
+        return [value] if self.ranks is None else self.ranks.gather(value)
+
+    def own_of(self, values: Sequence[T]) -> T | None:
+        """This rank's among values that perhaps another number of ranks had; None if there were too few."""
+        rank = 0 if self.ranks is None else self.ranks.rank
+        return values[rank] if rank < len(values) else None
 
     def by_first(self, compute: Callable[[], T]) -> T:
         """What rank 0 computes, on all ranks."""

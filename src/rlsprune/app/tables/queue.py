@@ -39,6 +39,7 @@ class TableQueue:
         machine: The fields of configs that depend on the machine: `data_dir`, `verify`, `threads`, `device`.
         say: Told what has been done.
         limit: Cells to run at most; None for all.
+        retry: Also what failed before is tried again.
         runner: Where runs are executed; None for processes on this machine.
     """
 
@@ -48,6 +49,7 @@ class TableQueue:
     machine: dict[str, Any]
     say: Say = print
     limit: int | None = None
+    retry: bool = False
     runner: Runner | None = None
 
     @property
@@ -70,6 +72,8 @@ class TableQueue:
         for way in self.table.ways():
             default = rate_of(self.table.experiment, way.method, way.optimizer)
             one_shot = way.method in ONE_SHOT
+            for choice in self.tuning.failed(way) if self.retry else ():
+                self._try(way, choice)
             for number in range(TRIALS - one_shot):
                 tried = self.tuning.rates(way)
                 if len(tried) <= number:
@@ -80,7 +84,9 @@ class TableQueue:
     def run(self, jobs: int) -> None:
         """Runs the cells that are missing, cheapest first."""
         tuning = self.tuning
-        cells = [cell for cell in self.table.cells() if not self.kept.done(cell)]
+        kept = self.kept
+        again = [cell for cell in self.table.cells() if self.retry and kept.failure(cell) is not None]
+        cells = [cell for cell in self.table.cells() if cell in again or not kept.done(cell)]
         runs = {}
         for cell in cells[: self.limit]:
             config = self._in_time(cell, tuning.best(cell))
@@ -119,7 +125,7 @@ class TableQueue:
     def _try(self, way: Cell, choice: Tuned) -> None:
         """Makes a trial, on held-out images, unless it has been made."""
         tuning, cell = self.tuning, replace(way, seed=0)
-        if tuning.tried(way, choice):
+        if tuning.tried(way, choice) and not (self.retry and choice in tuning.failed(way)):
             return
         folder = self.runs / f"tuning-{self.table.experiment}"
         config = self.table.config(cell, choice, **{**self.table.tuning, **self.machine, "test_on": "held-out"})

@@ -56,9 +56,10 @@ class Records:
         )
         record.write_lines("events", source.read_lines("events"))
         record.write_json("summary", source.read_json("summary"))
+        (record.path / "failed.json").unlink(missing_ok=True)  # of an earlier attempt
 
     def keep_failure(self, cell: Cell, error: str) -> None:
-        """Notes why a run failed, so that it is not tried again."""
+        """Notes why a run failed, so that it is not tried again unless that is asked for."""
         self.of(cell).write_json("failed", {"error": error})
 
     def config(self, cell: Cell) -> RunConfig:
@@ -81,15 +82,25 @@ class Tuning:
             self.trials = json.loads(path.read_text(encoding="utf-8"))
 
     def add(self, cell: Cell, choice: Tuned, summary: Mapping[str, Any] | None) -> None:
-        """Adds a trial and writes the file."""
+        """Adds a trial, or gives one that failed another result, and writes the file."""
         found = {name: None if summary is None else summary[name] for name in ("accuracy", "loss")}
-        self.trials.setdefault(cell.way, []).append({**asdict(choice), **found})
+        trials = self.trials.setdefault(cell.way, [])
+        earlier = [trial for trial in trials if asdict(choice).items() <= trial.items()]
+        for trial in earlier:
+            trial.update(found)
+        if not earlier:
+            trials.append({**asdict(choice), **found})
         RunFolder(self.path.parent).write_json(self.path.stem, self.trials)
 
     def tried(self, cell: Cell, choice: Tuned) -> bool:
         """Whether the trial has been made."""
         wanted = asdict(choice)
         return any(wanted.items() <= trial.items() for trial in self.trials.get(cell.way, ()))
+
+    def failed(self, cell: Cell) -> list[Tuned]:
+        """The trials whose run failed."""
+        trials = self.trials.get(cell.way, ())
+        return [Tuned(trial["lr"], trial["prune_at"]) for trial in trials if trial["accuracy"] is None]
 
     def rates(self, cell: Cell) -> dict[float, float | None]:
         """Rates that were tried without another epoch of the prune, with their held-out accuracy."""

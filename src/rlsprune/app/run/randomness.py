@@ -1,0 +1,49 @@
+"""The random numbers that a network draws while it trains, such as dropout's, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsprune.app.run.share import Share
+
+__all__ = ["RandomStates"]
+
+
+class RandomStates:
+    """torch's own generators: the CPU's, and that of the device if it is another.
+
+    Images are drawn by a generator that all ranks have alike; what a network draws has to differ where its images do.
+
+    Args:
+        share: The ranks, whose states are kept together.
+        device: Where the network is.
+        seed: The run's.
+    """
+
+    def __init__(self, share: Share, device: torch.device, seed: int) -> None:
+        self._share, self._seed = share, seed
+        self._device = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def draw_apart(self, epoch: int) -> None:
+        """Gives every rank but the first numbers of its own, from this epoch on."""
+        ranks = self._share.ranks
+        if ranks is not None and ranks.rank > 0:
+            torch.manual_seed(self._seed + 1_000_003 * (epoch * ranks.size + ranks.rank))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all ranks; all of them call it."""
+        device = None if self._device is None else self._share.of_each(self._device.get_rng_state().cpu())
+        return {"random": self._share.of_each(torch.get_rng_state()), "device_random": device}
+
+    def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
+        """Goes on with this rank's own numbers; a rank that was not there before, or another device, with new ones."""
+        self.draw_apart(epoch)
+        kinds = [("random", torch)] if self._device is None else [("random", torch), ("device_random", self._device)]
+        for name, generator in kinds:
+            saved = state.get(name)
+            own = self._share.own_of([saved] if isinstance(saved, Tensor) else saved or ())  # 0.1.0: rank 0's alone
+            if own is not None:
+                generator.set_rng_state(own)
