@@ -185,8 +185,8 @@ class TestLeftAlone:
     def test_output_that_is_not_finite_proves_nothing(self) -> None:
         model = Custom(lambda self, x: self.b(self.a(x).relu()) / 0, a=nn.Linear(4, 6), b=nn.Linear(6, 2))
         graph = find_groups(model, torch.randn(2, 4))
-        assert [group.name for group in graph] == ["input"]
-        assert "not finite" in graph.skipped["a"]
+        assert not len(graph)
+        assert all("not finite" in graph.skipped[name] for name in ("input", "a"))
 
     def test_mixing_of_channels_between_the_layers(self) -> None:
         """A gate made from the mean over all channels changes when one of them goes."""

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rlsprune.graph.groups import ChannelGraph, Group, Member
 from rlsprune.graph.layers import unprunable
 from rlsprune.graph.observe import Call, Observation, RawInput, observe
 from rlsprune.graph.trace import trace_groups
-from rlsprune.graph.verify import verify_groups, verify_inputs
+from rlsprune.graph.verify import verify_groups
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import preserved
@@ -44,11 +45,26 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
     call = Call.of(example_inputs)
     with uninterrupted(), preserved(model):
         seen = observe(model, call)
-        drafts, skipped = trace_groups(model, call, seen, ignored)
-        groups, failed = verify_groups(model, call, drafts)
         inputs, raw = _input_groups(model, seen, ignored)
-        inputs, unreadable = verify_inputs(model, call, inputs)
-    return ChannelGraph([*inputs, *groups], {**raw, **unreadable, **skipped, **failed})
+        drafts, skipped = trace_groups(model, call, seen, ignored)
+        groups, failed = verify_groups(model, _of_few(model, call), [*inputs, *drafts], seen.order)
+    return ChannelGraph(groups, {**raw, **skipped, **failed})
+
+
+def _of_few(model: nn.Module, call: Call) -> Call:
+    """The call with the first two of a batch of many, if the network runs on them."""
+    sizes = {len(leaf) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) != 1 or max(sizes) <= 2:
+        return call
+    few = Call(
+        *tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) and leaf.ndim else leaf, (call.args, call.kwargs))
+    )
+    try:
+        with torch.no_grad():
+            model(*few.args, **few.kwargs)
+    except Exception:
+        return call
+    return few
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,82 +20,109 @@ from torch.utils._pytree import tree_map
 from rlsprune.graph.cuts import cut, plan_cuts
 from rlsprune.graph.groups import Group
 from rlsprune.graph.observe import Call, hooked
-from rlsprune.model.calls import bare_copy, output_tensors
+from rlsprune.model.calls import output_tensors
 from rlsprune.model.interrupts import stop_if_interrupted
-from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _SEED = 0
 _OUTPUT = "the network's output"
+# A forward pass costs about a third of a forward and backward pass: 40 of those, less what finding the groups takes.
+_MOST_RUNS = 100
 
 
-def verify_groups(model: nn.Module, call: Call, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
-    """Keep the groups from which any channels can go.
+def verify_groups(
+    model: nn.Module, call: Call, groups: Sequence[Group], order: Mapping[nn.Module, int]
+) -> tuple[list[Group], dict[str, str]]:
+    """Keep the groups from which any channels, or input features, can go.
 
-    All are tried at once, and halves only after a failure: one unit of each, which shows code that needs the width
-    to be a multiple of something, then several. Groups that share a layer are tried again in so many selections that
-    any two of them are once told apart: ``torch.chunk`` is right while both halves lose equally many.
+    All are tried at once: one unit of each, which shows code that needs the width to be a multiple of something, then
+    several. Groups that share a layer are tried again in so many selections that any two of them are once told apart:
+    ``torch.chunk`` is right while both halves lose equally many. After a failure, the first layer that went wrong tells
+    where to look.
+
+    Args:
+        model: The network, in evaluation mode.
+        call: How it is called.
+        groups: Those to be proved.
+        order: Module → position of its first call.
 
     Returns:
         The groups that passed, and name → reason of the others.
     """
-    trial = _Trial(model, call)
-    failed: dict[str, str] = {}
+    search = _Search(_Trial(model, call), order)
     for amount in (0.0, 0.5):
-        trial.search([group for group in groups if group.name not in failed], amount, failed)
-    shared = _sharing([group for group in groups if group.name not in failed])
+        search.sift(groups, amount)
+    shared = _sharing([group for group in groups if group.name not in search.failed])
     selections = [[g for i, g in enumerate(shared) if i >> bit & 1] for bit in range((len(shared) - 1).bit_length())]
     # Number 0 is in none of these.
     for selection in [*selections, shared[:1]] if shared else []:
-        for amount in (0.0, 1.0):
-            trial.search([group for group in selection if group.name not in failed], amount, failed)
-    return [group for group in groups if group.name not in failed], failed
-
-
-def verify_inputs(model: nn.Module, call: Call, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
-    """Keep the groups of input features of which one can go: tried on a copy, which has weights of its own there.
-
-    A network may use the weight of a layer elsewhere in its forward, which no module tells.
-
-    Returns:
-        The groups that passed, and name → reason of the others.
-    """
-    failed: dict[str, str] = {}
-    for group in groups:
-        whole, small = (bare_copy(model, share_parameters=True) for _ in range(2))
-        for member in group.consumers:
-            gone = member.index[-1].flatten()
-            zeroed, layer = whole.get_submodule(member.name), small.get_submodule(member.name)
-            assert isinstance(zeroed, nn.Linear)
-            assert isinstance(layer, nn.Linear)
-            with torch.no_grad():
-                zeroed.weight = nn.Parameter(zeroed.weight.index_fill(1, gone.to(zeroed.weight.device), 0))
-                stay = complement(layer.in_features, gone)
-                select_inputs(layer, stay)
-                layer.weight = nn.Parameter(layer.weight.index_select(1, stay.to(layer.weight.device)))
-                layer.in_features = len(stay)
-        try:
-            with torch.no_grad():
-                torch.manual_seed(_SEED)
-                outputs = output_tensors(whole(*call.args, **call.kwargs))
-                torch.manual_seed(_SEED)
-                others = output_tensors(small(*call.args, **call.kwargs))
-        except Exception as error:
-            failed[group.name] = f"the network does not run without some of its features ({_first_line(error)})"
-            continue
-        tolerance = max(_TOLERANCE.get(tensor.dtype, 1e-1) for tensor in [*outputs, torch.zeros(0)])
-        if any(a.shape != b.shape or not _close(a, b, tolerance) for a, b in zip(outputs, others, strict=True)):
-            failed[group.name] = "without some of its features the output is not what it is with them zeroed"
-    return [group for group in groups if group.name not in failed], failed
+        search.sift(selection, 1.0)
+    return [group for group in groups if group.name not in search.failed], search.failed
 
 
 def _sharing(groups: Sequence[Group]) -> list[Group]:
-    count: dict[Any, int] = {}
-    for group in groups:
-        for member in group.producers + group.carriers:
-            count[member.axis] = count.get(member.axis, 0) + 1
+    count = Counter(member.axis for group in groups for member in group.producers + group.carriers)
     return [g for g in groups if any(count[member.axis] > 1 for member in g.producers + g.carriers)]
+
+
+@dataclass
+class _Fault:
+    """What went wrong, and in which layer first."""
+
+    why: str
+    layer: nn.Module | None = None
+
+
+class _Search:
+    """Finds which groups fail, in few runs of the network."""
+
+    def __init__(self, trial: _Trial, order: Mapping[nn.Module, int]) -> None:
+        self.trial, self.order = trial, order
+        self.failed: dict[str, str] = {}
+
+    def sift(self, groups: Sequence[Group], amount: float) -> None:
+        """Try these groups together, and as long as they fail find one that does."""
+        while left := [group for group in groups if group.name not in self.failed]:
+            stop_if_interrupted()
+            fault = self.trial.fault(left, amount)
+            if fault is None:
+                return
+            if self.trial.runs > _MOST_RUNS:
+                why = f"it could not be told apart from groups that fail in {_MOST_RUNS} runs ({fault.why})"
+                self.failed.update({group.name: why for group in left})
+                return
+            found, why = self._culprit(left, amount, fault)
+            self.failed[found.name] = why
+            kind = _kind(found.name)
+            if sum(_kind(name) == kind for name in self.failed) > 2:
+                # The same layer of every block: the others are not told apart.
+                twins = [group for group in left if group is not found and _kind(group.name) == kind]
+                again = self.trial.fault(twins, amount) if twins else None
+                self.failed.update({group.name: again.why for group in twins} if again is not None else {})
+
+    def _culprit(self, groups: list[Group], amount: float, fault: _Fault) -> tuple[Group, str]:
+        """One of the groups that fails by itself, or in the presence of others that do not fail by themselves."""
+        groups = sorted(groups, key=lambda group: self._distance(group, fault.layer))
+        size = 1
+        while len(groups) > 1:
+            # The nearest, then twice as many, then halves.
+            half = min(size, len(groups) // 2)
+            first = self.trial.fault(groups[:half], amount)
+            groups, fault, size = (groups[:half], first, half) if first else (groups[half:], fault, 2 * size)
+        return groups[0], fault.why
+
+    def _distance(self, group: Group, layer: nn.Module | None) -> tuple[bool, int]:
+        """How far before a layer the group's last member works; members after it count last."""
+        place = self.order.get(layer, 0) if layer is not None else 0
+        places = [self.order[m.module] for m in group.members if m.module in self.order]
+        before = [place - other for other in places if other <= place]
+        return (not before, min(before, default=0))
+
+
+def _kind(name: str) -> str:
+    """The name of a layer without the number of its block."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", name)
 
 
 class _Trial:
@@ -99,7 +130,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.model = model
-        self.call = call
+        self.runs = 0
         self.layers = {module: name for name, module in model.named_modules() if not list(module.children())}
         self.canonical = {id(tensor): name for name, tensor in _named_tensors(model, duplicates=False)}
         self.places = {
@@ -111,20 +142,25 @@ class _Trial:
         """Where a module keeps a tensor, once for each module: its canonical name."""
         metal = any(tensor.device.type == "mps" for _, tensor in _named_tensors(model, duplicates=False))
         # Some networks insist on single precision somewhere in their forward; some overflow with random weights.
-        self.usable = any(
-            self._try(dtype, random)
-            for random in (True, False)
-            for dtype in ((torch.float32,) if metal else (torch.float64, torch.float32))
-        )
+        self.obstacle: str | None = None
+        for random in (True, False):
+            for dtype in (torch.float32,) if metal else (torch.float64, torch.float32):
+                self._use(call, dtype, random)
+                self.obstacle = self._obstacle()
+                if self.obstacle is None:
+                    return
 
-    def _try(self, dtype: torch.dtype, random: bool) -> bool:
-        self._use(dtype, random)
+    def _obstacle(self) -> str | None:
+        """Why nothing can be verified with the present weights; None if it can."""
         try:
-            return all(bool(tensor.isfinite().all()) for tensor in self.run({})[_OUTPUT])
-        except Exception:
-            return False
+            outputs = self.run({})[_OUTPUT]
+        except Exception as error:
+            return f"the network does not run a second time, so nothing can be verified ({first_line(error)})"
+        if not all(bool(tensor.isfinite().all()) for tensor in outputs):
+            return "the network's output on example_inputs is not finite, so nothing can be verified"
+        return None
 
-    def _use(self, dtype: torch.dtype, random: bool) -> None:
+    def _use(self, call: Call, dtype: torch.dtype, random: bool) -> None:
         self.tolerance = _TOLERANCE[dtype]
         generator = torch.Generator().manual_seed(_SEED)
         norms = {id(b) for m in self.model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
@@ -144,31 +180,18 @@ class _Trial:
             values = torch.randn(value.shape, generator=generator).to(value.device) if constant else value
             return values.to(dtype)
 
-        self.inputs = tree_map(convert, (self.call.args, self.call.kwargs))
+        self.inputs = tree_map(convert, (call.args, call.kwargs))
 
-    def search(self, groups: Sequence[Group], amount: float, failed: dict[str, str]) -> None:
-        """Find by halving which of the groups fail."""
-        stop_if_interrupted()
-        why = self.fault(groups, amount) if groups else None
-        if why is None:
-            return
-        if len(groups) == 1:
-            failed[groups[0].name] = why
-            return
-        half = len(groups) // 2
-        self.search(groups[:half], amount, failed)
-        self.search(groups[half:], amount, failed)
-
-    def fault(self, groups: Sequence[Group], amount: float) -> str | None:
+    def fault(self, groups: Sequence[Group], amount: float) -> _Fault | None:
         """What goes wrong when units of each of these groups go (0: one, 1: all but one); None if nothing does."""
-        if not self.usable:
-            return "the network's output on example_inputs is not finite, so nothing can be verified"
+        if self.obstacle is not None:
+            return _Fault(self.obstacle)
         generator = torch.Generator().manual_seed(_SEED)
         chosen: list[tuple[Group, Tensor]] = []
         for group in groups:
             count = 1 + int(amount * (group.size - 2))
             chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
-        with _zeroed(chosen):
+        with _at_readers(chosen, zero_channels):
             whole = self.run({})
         cuts = plan_cuts(chosen)
         tensors = dict(_named_tensors(self.model, duplicates=True))
@@ -176,19 +199,28 @@ class _Trial:
         for name, dims in cuts.tensors.items():
             key = self.canonical[id(tensors[name])]
             state[key] = cut(self.state[key], dims)
+        what = "features" if all(group.is_input for group in groups) else "channels"
+        inputs = [(group, units) for group, units in chosen if group.is_input]
+        entered: list[nn.Module] = []
         try:
-            with _attributes(self.model, cuts.attributes):
+            with (
+                _attributes(self.model, cuts.attributes),
+                _at_readers(inputs, _without_channels),
+                hooked(self.layers, lambda module, _: entered.append(module)),
+            ):
                 small = self.run(state)
         except Exception as error:
-            return f"the network does not run without some of its channels ({_first_line(error)})"
-        return self._difference(whole, small)
+            why = f"the network does not run without some of its {what} ({first_line(error)})"
+            return _Fault(why, entered[-1] if entered else None)
+        return self._difference(whole, small, what)
 
-    def run(self, state: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Outputs of the network and of every layer, by name."""
-        seen: dict[str, list[Tensor]] = {}
+    def run(self, state: dict[str, Tensor]) -> dict[nn.Module | str, list[Tensor]]:
+        """Outputs of every layer and of the network."""
+        self.runs += 1
+        seen: dict[nn.Module | str, list[Tensor]] = {}
 
         def record(module: nn.Module, _: Any, output: Any) -> None:
-            seen.setdefault(self.layers[module], []).extend(output_tensors(output))
+            seen.setdefault(module, []).extend(output_tensors(output))
 
         handles = [module.register_forward_hook(record) for module in self.layers]
         args, kwargs = self.inputs
@@ -205,47 +237,67 @@ class _Trial:
         seen[_OUTPUT] = output_tensors(output)
         return seen
 
-    def _difference(self, whole: dict[str, list[Tensor]], small: dict[str, list[Tensor]]) -> str | None:
+    def _difference(
+        self, whole: dict[nn.Module | str, list[Tensor]], small: dict[nn.Module | str, list[Tensor]], what: str
+    ) -> _Fault | None:
         # A layer that lost channels has another shape and says nothing; all others must agree, so that an output
         # that saturates does not hide a mistake.
-        for name, tensors in whole.items():
-            for one, other in zip(tensors, small.get(name, []), strict=False):
+        for layer, tensors in whole.items():
+            for one, other in zip(tensors, small.get(layer, []), strict=False):
                 if one.shape != other.shape:
-                    if name == _OUTPUT:
-                        return f"the network's output changes its shape {tuple(one.shape)} without some of its channels"
+                    if layer == _OUTPUT:
+                        shape = tuple(one.shape)
+                        return _Fault(f"the network's output changes its shape {shape} without some of its {what}")
                 elif not _close(one, other, self.tolerance):
-                    return f"without some of its channels {name} is not what it is with them zeroed at their readers"
+                    where = layer if isinstance(layer, nn.Module) else None
+                    name = self.layers[where] if where is not None else _OUTPUT
+                    return _Fault(
+                        f"without some of its {what} {name} is not what it is with them zeroed at their readers", where
+                    )
         return None
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if not one.is_floating_point() or not one.numel():
         return True
+    scale = float(one.abs().max())
+    if math.isfinite(scale):
+        return float((one - other).abs_().max()) <= tolerance * scale
     finite = one[one.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=tolerance * scale, equal_nan=True)
 
 
 @contextmanager
-def _zeroed(chosen: Sequence[tuple[Group, Tensor]]) -> Iterator[None]:
-    """The network with these units zeroed where they are read."""
+def _at_readers(
+    chosen: Sequence[tuple[Group, Tensor]], change: Callable[[nn.Module, Tensor, Tensor], Tensor]
+) -> Iterator[None]:
+    """The network with the inputs of the layers that read these units changed."""
     columns: dict[nn.Module, list[Tensor]] = {}
     for group, units in chosen:
         for member in group.consumers:
             columns.setdefault(member.module, []).append(member.index[units].flatten())
 
-    def zero(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (zero_channels(module, inputs[0], torch.cat(columns[module])), *inputs[1:])
+    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (change(module, inputs[0], torch.cat(columns[module])), *inputs[1:])
 
-    with hooked(columns, zero):
+    with hooked(columns, before):
         yield
 
 
 def zero_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
     """The input of a linear or convolutional layer with some of its channels zeroed."""
+    return tensor.index_fill(_channel_dim(module), channels.to(tensor.device), 0)
+
+
+def _without_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
+    dim = _channel_dim(module)
+    return tensor.index_select(dim, complement(tensor.shape[dim], channels.to(tensor.device)))
+
+
+def _channel_dim(module: nn.Module) -> int:
     # Counted from the end, since the batch dimension may be missing.
-    dim = -1 - len(module.kernel_size) if isinstance(module, _ConvNd) else -1
-    return tensor.index_fill(dim, channels.to(tensor.device), 0)
+    return -1 - len(module.kernel_size) if isinstance(module, _ConvNd) else -1
 
 
 @contextmanager
@@ -266,11 +318,12 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Weights that keep signals at their size; vectors (scales, variances, biases) positive, so that units live."""
+    values = torch.rand(tensor.shape, generator=generator, dtype=dtype)
     if tensor.ndim < 2:
-        values = 0.5 + torch.rand(tensor.shape, generator=generator, dtype=dtype)
+        values += 0.5
     else:
         fan_in = max(1, tensor.numel() // tensor.shape[0])
-        values = torch.randn(tensor.shape, generator=generator, dtype=dtype) / fan_in**0.5
+        values = values.sub_(0.5).mul_((12 / fan_in) ** 0.5)
     return values.to(tensor.device)
 
 
@@ -279,5 +332,6 @@ def _named_tensors(model: nn.Module, duplicates: bool) -> Iterator[tuple[str, Te
     yield from model.named_buffers(remove_duplicate=not duplicates)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What kind of error it is, and the first line of what it says."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
