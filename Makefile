@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-oldest soak audit lint docs clean
+.PHONY: demo test test-all test-oldest soak audit lint docs wheel lock clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,23 @@ test-all: lint
 	@command -v chromedriver >/dev/null || echo "The report page is not tested in a browser: apt-get install chromium chromium-driver"
 	$(PIP_INSTALL) -e ".[dev,benchmarks,ray]"
 	$(BIN)/pytest -n auto --cov --cov-report=term
+	$(MAKE) wheel
+
+# Wheel and source archive in dist/, checked; then the wheel at work in an environment of its own, away from the source.
+wheel: $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[cli]"
+	cd "$$(mktemp -d)" && PYTHONPATH= "$(CURDIR)/build/wheel/bin/rlsprune" --version \
+		&& PYTHONPATH= "$(CURDIR)/build/wheel/bin/rlsprune" run --epochs 4 --train-images 500 --threads 1 --out run --quiet \
+		&& PYTHONPATH= "$(CURDIR)/build/wheel/bin/rlsprune" check run
+
+# The versions of everything that this environment has for the package and its tests: tests/newest.txt.
+lock: $(VENV)/dev.stamp
+	$(BIN)/python tests/lock.py > tests/newest.txt
 
 docs: $(BIN)/pip
 	$(PIP_INSTALL) -e ".[docs,cli,lightning]"
