@@ -56,6 +56,16 @@ class InProcess:
         """Nothing is under way."""
 
 
+def test_rls_may_prune_further_than_its_gate_lets_it_where_a_table_says_so() -> None:
+    table = TABLES["mnist"]
+    found = table.config(Cell("rls", "ours", "rls", 0.01), Tuned()).pruning
+    assert found is not None
+    assert found.tolerance == table.tolerance == 1.0
+    own = TABLES["cifar10"].config(Cell("rls", "ours", "rls", 0.06), Tuned()).pruning
+    assert own is not None
+    assert own.tolerance == 0.05
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_cell_is_a_run_of_its_own_at_the_size_of_its_column(name: str) -> None:
     table = TABLES[name]

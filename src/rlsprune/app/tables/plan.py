@@ -69,6 +69,8 @@ class Table:
     target_of: str = "params"
     timed: str | None = None
     """The table whose `rls`, of the same size and seed, sets the processor time; None for as many epochs as it has."""
+    tolerance: float | None = None
+    """How far the loss may rise between prunes of `rls`; None for its default, which may end above a small size."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of every run, as `make_config` takes them."""
     tuning: Mapping[str, Any] = field(default_factory=dict)
@@ -107,6 +109,8 @@ class Table:
         own = {**self.options, "seed": cell.seed, "lr": choice.lr, **settings}
         if cell.method == "rls" or cell.method in BASELINES:
             own |= {"target": cell.size, "target_of": self.target_of}
+        if cell.method == "rls":
+            own["tolerance"] = self.tolerance
         config = make_config(self.experiment, cell.method, recipe=cell.recipe, optimizer=cell.optimizer, **own)
         if choice.prune_at is None:
             return config
@@ -152,6 +156,7 @@ _MNIST = Table(
     experiment="mnist-fnn",
     methods=_ALL,
     sizes=_MNIST_SIZES,
+    tolerance=1.0,
     tuning=_MNIST_TUNING,
 )
 _CROSSING = Table(
@@ -159,6 +164,7 @@ _CROSSING = Table(
     experiment="mnist-fnn",
     methods=("rls", "scratch", "l1-norm", "random", "none"),
     sizes=(0.05,),
+    tolerance=1.0,
     recipes=("paper", "ours"),
     optimizers=("rls", "sgd", "adamw"),
     tuning=_MNIST_TUNING,
