@@ -1,0 +1,290 @@
+"""Pruning in a training by Hugging Face's Trainer, and pruned models in folders of `save_pretrained`.
+
+Needs the extra `rlsprune[transformers]`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from rlsprune.io.atomic import FileError
+from rlsprune.io.compatibility import sized_layers
+from rlsprune.io.state import load_state, save_state
+from rlsprune.model.arguments import quoted
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.selector import full_in_features, kept_features, set_kept_inputs
+from rlsprune.model.sizes import check_sizes, implied_shapes, read_sizes, write_sizes
+from rlsprune.prune.event import PruneEvent
+from rlsprune.prune.pruner import Pruner
+
+try:
+    import transformers
+    from transformers import (
+        AutoConfig,
+        PreTrainedModel,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"rlsprune.transformers needs {error.name}: pip install 'rlsprune[transformers]'", name=error.name
+    ) from error
+
+__all__ = ["PruneCallback", "from_pretrained", "save_pretrained"]
+
+_KEY = "rlsprune"
+"""In config.json: the sizes of layers that are not those of the configuration, and the inputs that layers keep."""
+_PRUNER = "pruner.safetensors"
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Writes a pruned model as `model.save_pretrained` does, and its shape into the configuration.
+
+    A model that `PruneCallback` prunes always has its shape in its configuration: `model.save_pretrained` and
+    `Trainer.save_model` are enough for it.
+
+    Args:
+        model: Pruned or not.
+        folder: Where it goes; `from_pretrained` reads it.
+        **options: Of `model.save_pretrained`.
+    """
+    _note_shape(model)
+    model.save_pretrained(folder, **options)
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str], *, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> Any:
+    """Loads a pruned model from a folder of `save_pretrained` or a checkpoint of the Trainer, or from the hub.
+
+    Args:
+        folder: As in the class's own `from_pretrained`.
+        model_class: The model's class; None for the class in `transformers` that the configuration names.
+        **options: Of the class's own `from_pretrained`.
+
+    Returns:
+        The model, of that very class, in evaluation mode.
+
+    Raises:
+        FileError: The shape in the configuration is not one that this model can take.
+        ValueError: The configuration names no class of `transformers`.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        >>> model = BertForSequenceClassification(BertConfig(vocab_size=20, **small))
+        >>> save_pretrained(model, "small-bert")
+        >>> type(from_pretrained("small-bert")).__name__
+        'BertForSequenceClassification'
+    """
+    config = options.pop("config", None) or AutoConfig.from_pretrained(folder)
+    made = _class_of(config, folder) if model_class is None else model_class
+    shape = getattr(config, _KEY, None)
+
+    class Pruned(made):  # type: ignore[misc, valid-type]
+        """Takes its shape as soon as it is made: Hugging Face loads the weights right after."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            try:
+                _take_shape(self, {} if shape is None else shape)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                problem = f"the shape in its {_KEY!r} does not fit {made.__name__} ({error})"
+                raise FileError(Path(folder) / "config.json", problem, "give a folder that was saved whole") from error
+
+    Pruned.__name__, Pruned.__qualname__, Pruned.__module__ = made.__name__, made.__qualname__, made.__module__
+    model = Pruned.from_pretrained(folder, config=config, **options)
+    model.__class__ = made
+    return model
+
+
+def _class_of(config: Any, folder: str | os.PathLike[str]) -> type[PreTrainedModel]:
+    names = getattr(config, "architectures", None) or ()
+    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if found is None:
+        named = quoted(names) or "none"
+        raise ValueError(f"{os.fspath(folder)} names {named} as its class, not one of transformers: give model_class=")
+    return found  # type: ignore[no-any-return]
+
+
+def _note_shape(model: Any) -> None:
+    """Writes into the model's configuration where the model differs from what the configuration alone makes."""
+    with torch.device("meta"):
+        plain = sized_layers(type(model)(model.config))
+    layers = sized_layers(model)
+    sizes = {name: read_sizes(layer) for name, layer in layers.items()}
+    kept = kept_features(model)
+    content = {
+        "sizes": {name: size for name, size in sizes.items() if size != read_sizes(plain[name])},
+        "inputs": {name: [full_in_features(layers[name]), indices] for name, indices in kept.items()},
+    }
+    setattr(model.config, _KEY, content)
+
+
+def _take_shape(model: nn.Module, shape: Mapping[str, Any]) -> None:
+    """Makes a fresh model's layers as small as they were when `_note_shape` looked."""
+    layers = sized_layers(model)
+    for name, sizes in shape.get("sizes", {}).items():
+        layer = layers[name]
+        write_sizes(layer, check_sizes(layer, sizes))
+        shapes = implied_shapes(layer, sizes)
+        for own, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
+            if tensor is not None and own in shapes:
+                tensor.data = torch.empty(shapes[own], dtype=tensor.dtype, device=tensor.device)
+    for name, (width, kept) in shape.get("inputs", {}).items():
+        layer = layers[name]
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"{name!r} is no Linear layer, and only those pick their inputs")
+        with torch.device("cpu"):
+            set_kept_inputs(layer, kept, width)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class PruneCallback(TrainerCallback):  # type: ignore[misc]
+    """Prunes the model of a Trainer a little whenever its loss has recovered from the last time.
+
+    Works on one device. With `monitor` every evaluation is a step of the pruner (its `warmup_epochs` count them);
+    without, every epoch is. The model's configuration always has its shape, so `save_pretrained`, `Trainer.save_model`
+    and the Trainer's checkpoints can be loaded by `rlsprune.transformers.from_pretrained`; a training goes on with
+    ``Trainer(model=from_pretrained(checkpoint), …).train(resume_from_checkpoint=checkpoint)``.
+
+    Examples:
+        >>> callback = PruneCallback(monitor="eval_loss", warmup_epochs=1, target={"params": 0.5})
+        >>> # trainer = Trainer(model, arguments, …, callbacks=[callback]); trainer.train(); trainer.save_model("small")
+    """
+
+    def __init__(
+        self,
+        example_inputs: ExampleInputs | None = None,
+        monitor: str | None = None,
+        on_prune: Callable[[PruneEvent], object] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Keeps the settings; the pruner is made when training starts.
+
+        Args:
+            example_inputs: What the model is called with; None for the first two examples of the training data.
+            monitor: The metric that has to recover, "eval_loss" say; None for the epoch's mean training loss.
+            on_prune: Called with the event after each prune and each roll-back.
+            **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
+        """
+        self.example_inputs, self.monitor = example_inputs, monitor
+        self._on_prune, self._settings = on_prune, settings
+        self._pruner: Pruner | None = None
+        self._hook: Any = None
+        self._loss: Tensor | float = 0.0
+        self._batches = 0
+
+    @property
+    def pruner(self) -> Pruner:
+        """The pruner, from the start of the training on."""
+        if self._pruner is None:
+            raise RuntimeError("there is no pruner before Trainer.train has started training")
+        return self._pruner
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Makes the pruner: now the optimizer is there. A resumed training goes on with its checkpoint's."""
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end=True would load weights of another shape: leave it out. The pruner itself ends "
+                "with the last model that had recovered"
+            )
+        if self.monitor is not None and args.eval_strategy == "no":
+            raise ValueError(f'monitor={self.monitor!r} needs evaluations: TrainingArguments(eval_strategy="epoch")')
+        devices = max(args.world_size, args.n_gpu)
+        if devices > 1:
+            raise ValueError(f"PruneCallback runs on one device, not on {devices}: set CUDA_VISIBLE_DEVICES=0")
+        self._close()
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
+        example = self.example_inputs
+        if example is None:
+            example = _first_examples(kwargs["train_dataloader"])
+        example = tree_map(lambda leaf: leaf.to(model.device) if isinstance(leaf, Tensor) else leaf, example)
+        self._pruner = Pruner(model, optimizer, example, on_prune=self._announce, **self._settings)
+        saved = _checkpoint(args, state) / _PRUNER
+        if state.global_step and saved.is_file():
+            self._pruner.load_state_dict(load_state(saved))
+        _note_shape(model)
+        self._loss, self._batches = 0.0, 0
+        self._hook = model.register_forward_hook(self._record)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prunes if the training loss has recovered."""
+        if self.monitor is None:
+            if not self._batches:
+                raise ValueError('the model returned no "loss" in this epoch: give monitor="eval_loss"')
+            self.pruner.step(float(self._loss) / self._batches)
+        self._loss, self._batches = 0.0, 0
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Prunes if the monitored metric has recovered. Evaluations outside of a training change nothing."""
+        if self.monitor is None or self._hook is None:
+            return
+        metrics = kwargs["metrics"]
+        if self.monitor not in metrics:
+            raise ValueError(f"monitor={self.monitor!r} is not among the evaluation's metrics: {quoted(metrics)}")
+        self.pruner.step(float(metrics[self.monitor]))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds the pruner's state to the checkpoint."""
+        save_state(_checkpoint(args, state) / _PRUNER, self.pruner.state_dict())
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Goes back to the last model that had recovered, if this one has not."""
+        self.pruner.finish()
+        self._close()
+
+    def _close(self) -> None:
+        """Takes the hooks of the training before, which may have failed, off the model."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self.pruner.close()
+
+    def _record(self, module: nn.Module, inputs: object, output: Any) -> None:
+        """Adds the loss of a training batch to the epoch's."""
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if module.training and isinstance(loss, Tensor):
+            self._loss = self._loss + loss.detach()
+            self._batches += 1
+
+    def _announce(self, event: PruneEvent) -> None:
+        _note_shape(self.pruner.model)
+        if self._on_prune is not None:
+            self._on_prune(event)
+
+
+def _first_examples(loader: Any) -> ExampleInputs:
+    """Two examples as the Trainer's collator batches them, without drawing from its random numbers."""
+    try:
+        batch = loader.collate_fn([loader.dataset[0], loader.dataset[min(1, len(loader.dataset) - 1)]])
+        return dict(batch)
+    except (TypeError, KeyError, IndexError, NotImplementedError) as error:
+        raise ValueError(
+            "PruneCallback cannot look at the first examples of this training data: give example_inputs"
+        ) from error
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"

@@ -1,0 +1,217 @@
+"""Hugging Face's Trainer: training ends in a smaller model, which `save_pretrained` writes and which loads again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import rlsprune
+from rlsprune.io.atomic import FileError
+from rlsprune.transformers import PruneCallback, from_pretrained, save_pretrained
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 20,
+}
+SETTINGS: dict[str, Any] = {"warmup_epochs": 1, "ratio": 0.25, "tolerance": 0.5}
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Whether token 1 stands in a row of tokens."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(2, 20, (64, 6), generator=torch.Generator().manual_seed(0))
+        self.ids[::2, 3] = 1
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": torch.tensor(1 - index % 2)}
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**SMALL, max_position_embeddings=8))
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "num_train_epochs": 4,
+            "per_device_train_batch_size": 16,
+            "learning_rate": 5e-3,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "logging_strategy": "no",
+            "seed": 0,
+            **changes,
+        }
+    )
+
+
+def train(
+    model: PreTrainedModel, callback: PruneCallback, options: TrainingArguments, resume: Path | None = None
+) -> Trainer:
+    trainer = Trainer(model, options, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def same_outputs(one: nn.Module, other: nn.Module, **inputs: Tensor) -> bool:
+    with torch.no_grad():
+        return torch.equal(one.eval()(**inputs).logits, other.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("monitor", [None, "eval_loss"])
+def test_training_ends_in_a_smaller_model_that_loads_again(monitor: str | None, tmp_path: Path) -> None:
+    model, seen = bert(), []
+    callback = PruneCallback(monitor=monitor, on_prune=seen.append, **SETTINGS)
+    trainer = train(model, callback, arguments(tmp_path, eval_strategy="no" if monitor is None else "epoch"))
+    assert seen == callback.pruner.history
+    assert [event.kind for event in seen].count("prune") >= 2
+    assert size(model) < size(bert())
+    ids = Tokens().ids
+    trainer.save_model(str(tmp_path / "by the trainer"))
+    model.save_pretrained(tmp_path / "by the model")
+    for folder in ("by the trainer", "by the model"):
+        loaded = from_pretrained(tmp_path / folder)
+        assert type(loaded) is BertForSequenceClassification
+        assert size(loaded) == size(model)
+        assert same_outputs(loaded, model, input_ids=ids)
+
+
+def test_gate_is_the_mean_training_loss(tmp_path: Path) -> None:
+    """As the Trainer itself logs it."""
+    callback = PruneCallback(**SETTINGS)
+    trainer = train(bert(), callback, arguments(tmp_path, num_train_epochs=2, logging_strategy="epoch"))
+    event = next(event for event in callback.pruner.history if event.kind == "prune")
+    assert event.loss == pytest.approx(trainer.state.log_history[1]["loss"], rel=1e-5)
+
+
+def test_resumed_training_goes_on_in_the_shape_of_its_checkpoint(tmp_path: Path) -> None:
+    """As if it had never been stopped: the same events and the same weights."""
+    whole, callback = bert(), PruneCallback(**SETTINGS)
+    train(whole, callback, arguments(tmp_path / "whole", save_strategy="epoch"))
+    checkpoint = tmp_path / "whole" / "checkpoint-12"  # after three of four epochs of four batches
+    model = from_pretrained(checkpoint)
+    assert size(model) < size(bert())
+    again = PruneCallback(**SETTINGS)
+    train(model, again, arguments(tmp_path / "whole", save_strategy="no"), resume=checkpoint)
+    assert [event.removed for event in again.pruner.history] == [event.removed for event in callback.pruner.history]
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "vit"])
+def test_models_pruned_by_hand_are_saved_with_their_shape(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = {"input_ids": torch.randint(0, 20, (4, 5))}
+    model: Any
+    if name == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": 1}))
+    else:
+        model = ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4))
+        inputs = {"pixel_values": torch.rand(4, 3, 8, 8)}
+    before = size(model)
+    small = rlsprune.shrink(model.eval(), [inputs] * 2, target={"params": 0.9}).model
+    assert size(small) < before
+    save_pretrained(small, tmp_path)
+    assert same_outputs(from_pretrained(tmp_path), small, **inputs)
+    assert same_outputs(from_pretrained(tmp_path, model_class=type(small)), small, **inputs)
+
+
+def test_an_unpruned_model_loads_either_way(tmp_path: Path) -> None:
+    model = bert()
+    save_pretrained(model, tmp_path)
+    assert same_outputs(from_pretrained(tmp_path), model, input_ids=Tokens().ids)
+    assert same_outputs(BertForSequenceClassification.from_pretrained(tmp_path), model, input_ids=Tokens().ids)
+
+
+class TableConfig(PreTrainedConfig):
+    """A model of one's own, on rows of a table."""
+
+    model_type = "table"
+
+
+class TableModel(PreTrainedModel):
+    """Its inputs are pruned as well."""
+
+    config_class = TableConfig
+
+    def __init__(self, config: TableConfig) -> None:
+        super().__init__(config)
+        self.net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.post_init()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.net(rows)
+
+
+def test_inputs_that_are_left_are_loaded_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, rows = TableModel(TableConfig()), torch.rand(32, 10)
+    pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), rows, ratio=0.5)
+    pruner.calibrate([rows])
+    pruner.prune()
+    assert rlsprune.kept_features(model)
+    save_pretrained(model, tmp_path)
+    loaded = from_pretrained(tmp_path, model_class=TableModel, config=TableConfig.from_pretrained(tmp_path))
+    assert rlsprune.kept_features(loaded) == rlsprune.kept_features(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(rows), model(rows))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "said"),
+    [
+        ({}, {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}, "leave it out"),
+        ({"monitor": "eval_loss"}, {}, "eval_strategy"),
+        ({"monitor": "eval_f1"}, {"eval_strategy": "epoch"}, "eval_f1.*eval_loss"),
+    ],
+)
+def test_mistakes_are_told(options: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        train(bert(), PruneCallback(**options), arguments(tmp_path, **changes))
+
+
+def test_a_shape_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    save_pretrained(bert(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rlsprune"]["sizes"] = {"classifier": {"in_features": 99, "out_features": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FileError, match=r"config\.json.*in_features"):
+        from_pretrained(tmp_path)
+
+
+def test_there_is_no_pruner_before_the_training() -> None:
+    with pytest.raises(RuntimeError, match="before"):
+        _ = PruneCallback().pruner
