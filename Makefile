@@ -55,7 +55,7 @@ lock: $(VENV)/dev.stamp
 	$(BIN)/python tests/lock.py > tests/newest.txt
 
 docs: $(BIN)/pip
-	$(PIP_INSTALL) -e ".[docs,cli,lightning]"
+	$(PIP_INSTALL) -e ".[docs,cli,lightning,transformers]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Faults and hostile files in large numbers, and runs that are long.

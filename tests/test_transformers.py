@@ -112,23 +112,34 @@ def test_training_ends_in_a_smaller_model_that_loads_again(monitor: str | None, 
 def test_gate_is_the_mean_training_loss(tmp_path: Path) -> None:
     """As the Trainer itself logs it."""
     callback = PruneCallback(**SETTINGS)
-    trainer = train(bert(), callback, arguments(tmp_path, num_train_epochs=2, logging_strategy="epoch"))
+    trainer = train(bert(), callback, arguments(tmp_path, num_train_epochs=3, logging_strategy="epoch"))
     event = next(event for event in callback.pruner.history if event.kind == "prune")
     assert event.loss == pytest.approx(trainer.state.log_history[1]["loss"], rel=1e-5)
 
 
 def test_resumed_training_goes_on_in_the_shape_of_its_checkpoint(tmp_path: Path) -> None:
-    """As if it had never been stopped: the same events and the same weights."""
-    whole, callback = bert(), PruneCallback(**SETTINGS)
-    train(whole, callback, arguments(tmp_path / "whole", save_strategy="epoch"))
-    checkpoint = tmp_path / "whole" / "checkpoint-12"  # after three of four epochs of four batches
+    first = PruneCallback(**SETTINGS)
+    options = {"num_train_epochs": 6, "save_strategy": "epoch"}
+    train(bert(), first, arguments(tmp_path, **options))
+    checkpoint = tmp_path / "checkpoint-12"  # after three of six epochs, each of four batches
     model = from_pretrained(checkpoint)
-    assert size(model) < size(bert())
-    again = PruneCallback(**SETTINGS)
-    train(model, again, arguments(tmp_path / "whole", save_strategy="no"), resume=checkpoint)
-    assert [event.removed for event in again.pruner.history] == [event.removed for event in callback.pruner.history]
-    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert size(model) == first.pruner.history[0].params_after < size(bert())
+    resumed = PruneCallback(**SETTINGS)
+    train(model, resumed, arguments(tmp_path, **options), resume=checkpoint)
+    prunes = [event for event in resumed.pruner.history if event.kind == "prune"]
+    assert prunes[0].to_dict() == first.pruner.history[0].to_dict(), "the history goes on"
+    assert prunes[1].params_before == prunes[0].params_after
+    assert size(model) < size(from_pretrained(checkpoint))
+
+
+def test_checkpoints_have_the_model_that_was_evaluated(tmp_path: Path) -> None:
+    changes = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3}
+    trainer = train(bert(), PruneCallback(monitor="eval_loss", **SETTINGS), arguments(tmp_path, **changes))
+    evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
+    for line in evaluations:
+        model = from_pretrained(tmp_path / f"checkpoint-{line['step']}")
+        again = Trainer(model, arguments(tmp_path), eval_dataset=Tokens()).evaluate()
+        assert again["eval_loss"] == pytest.approx(line["eval_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "vit"])

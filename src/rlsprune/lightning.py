@@ -88,6 +88,10 @@ class PruneCallback(Callback):
         """The pruner's state in the checkpoint that training goes on from, until there is a pruner to load it."""
         self._loss: Tensor | float = 0.0
         self._batches = 0
+        self._last_loss: float | None = None
+        """Of the epoch that is over, until the next one begins: checkpoints between the two are of the network that
+        was evaluated, and not of a smaller one. They have no statistics of its inputs, so a resumed training may prune
+        after its first epoch and not before."""
 
     @property
     def pruner(self) -> Pruner:
@@ -119,6 +123,12 @@ class PruneCallback(Callback):
             self._pruner.load_state_dict(self._saved)
             self._saved = None
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prunes if the loss of the epoch before has recovered."""
+        if self._last_loss is not None:
+            self.pruner.step(self._last_loss)
+            self._last_loss = None
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -129,14 +139,16 @@ class PruneCallback(Callback):
             self._batches += 1
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prunes if the loss has recovered."""
-        self.pruner.step(self._gate_loss(trainer))
+        """Notes the loss."""
+        self._last_loss = self._gate_loss(trainer)
         self._loss, self._batches = 0.0, 0
         parameters = sum(parameter.numel() for parameter in self.pruner.model.parameters())
         pl_module.log("rlsprune_parameters", float(parameters))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Goes back to the last network that had recovered, if this one has not."""
+        self.pruner.stop()  # a prune now could not recover any more
+        self.on_train_epoch_start(trainer, pl_module)
         self.pruner.finish()
 
     def _gate_loss(self, trainer: Trainer) -> float:

@@ -19,7 +19,7 @@ from rlsprune.io.compatibility import sized_layers
 from rlsprune.io.state import load_state, save_state
 from rlsprune.model.arguments import quoted
 from rlsprune.model.calls import ExampleInputs
-from rlsprune.model.selector import full_in_features, kept_features, set_kept_inputs
+from rlsprune.model.selector import kept_features, set_kept_inputs
 from rlsprune.model.sizes import check_sizes, implied_shapes, read_sizes, write_sizes
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.pruner import Pruner
@@ -128,7 +128,7 @@ def _note_shape(model: Any) -> None:
     kept = kept_features(model)
     content = {
         "sizes": {name: size for name, size in sizes.items() if size != read_sizes(plain[name])},
-        "inputs": {name: [full_in_features(layers[name]), indices] for name, indices in kept.items()},
+        "inputs": {name: [layers[name].full_in_features, indices] for name, indices in kept.items()},
     }
     setattr(model.config, _KEY, content)
 
@@ -154,7 +154,7 @@ def _take_shape(model: nn.Module, shape: Mapping[str, Any]) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-class PruneCallback(TrainerCallback):  # type: ignore[misc]
+class PruneCallback(TrainerCallback):
     """Prunes the model of a Trainer a little whenever its loss has recovered from the last time.
 
     Works on one device. With `monitor` every evaluation is a step of the pruner (its `warmup_epochs` count them);
@@ -188,6 +188,10 @@ class PruneCallback(TrainerCallback):  # type: ignore[misc]
         self._hook: Any = None
         self._loss: Tensor | float = 0.0
         self._batches = 0
+        self._last_loss: float | None = None
+        """What the pruner is told when training goes on: checkpoints before that are of the model that was evaluated,
+        and not of a smaller one. They have no statistics of its inputs, so a resumed training may prune after its
+        first epoch or evaluation and not before."""
 
     @property
     def pruner(self) -> Pruner:
@@ -211,6 +215,7 @@ class PruneCallback(TrainerCallback):  # type: ignore[misc]
         if devices > 1:
             raise ValueError(f"PruneCallback runs on one device, not on {devices}: set CUDA_VISIBLE_DEVICES=0")
         self._close()
+        self._loss, self._batches, self._last_loss = 0.0, 0, None
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
         example = self.example_inputs
@@ -222,27 +227,32 @@ class PruneCallback(TrainerCallback):  # type: ignore[misc]
         if state.global_step and saved.is_file():
             self._pruner.load_state_dict(load_state(saved))
         _note_shape(model)
-        self._loss, self._batches = 0.0, 0
         self._hook = model.register_forward_hook(self._record)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prunes if the loss has recovered."""
+        self._step()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prunes if the training loss has recovered."""
+        """Notes the training loss."""
         if self.monitor is None:
             if not self._batches:
                 raise ValueError('the model returned no "loss" in this epoch: give monitor="eval_loss"')
-            self.pruner.step(float(self._loss) / self._batches)
+            self._last_loss = float(self._loss) / self._batches
         self._loss, self._batches = 0.0, 0
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Prunes if the monitored metric has recovered. Evaluations outside of a training change nothing."""
+        """Notes the monitored metric. Evaluations outside of a training change nothing."""
         if self.monitor is None or self._hook is None:
             return
         metrics = kwargs["metrics"]
         if self.monitor not in metrics:
             raise ValueError(f"monitor={self.monitor!r} is not among the evaluation's metrics: {quoted(metrics)}")
-        self.pruner.step(float(metrics[self.monitor]))
+        self._last_loss = float(metrics[self.monitor])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the pruner's state to the checkpoint."""
@@ -252,8 +262,15 @@ class PruneCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Goes back to the last model that had recovered, if this one has not."""
+        self.pruner.stop()  # a prune now could not recover any more
+        self._step()
         self.pruner.finish()
         self._close()
+
+    def _step(self) -> None:
+        if self._last_loss is not None:
+            self.pruner.step(self._last_loss)
+            self._last_loss = None
 
     def _close(self) -> None:
         """Takes the hooks of the training before, which may have failed, off the model."""
