@@ -189,7 +189,7 @@ class ClosedForm:
         """
         if what != "latency":
             return self.costs()[what] / self._budget.original[what]
-        own, whole = latencies([self._model, self._whole], self._example)
+        own, whole = latencies([(self._model, self._example), (self._whole, self._example)])
         return ratio_quartiles(own, whole)[2]
 
     # --- the cut ------------------------------------------------------------------------------------------------------
