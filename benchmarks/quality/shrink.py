@@ -34,10 +34,10 @@ from torch_pruning.pruner import importance
 import rlsprune
 from rlsprune.app.data import load
 from rlsprune.model.cost import count
-from rlsprune.prune.closed_form import ClosedForm, CutPlan
 from rlsprune.prune.criteria import l1
-from rlsprune.prune.elimination import Curve
-from rlsprune.prune.rebuild import Calibration
+from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
+from rlsprune.shrinking.elimination import Curve
+from rlsprune.shrinking.rebuild import Calibration
 
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 CALIBRATION, BATCH = 2048, 128

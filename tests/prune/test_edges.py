@@ -373,3 +373,21 @@ def test_the_state_of_a_network_of_other_widths_is_refused() -> None:
         fresh.load_state_dict(pruner.state_dict())
     assert fresh.history == []
     torch.testing.assert_close(other.state_dict(), whole, rtol=0, atol=0)
+
+
+def test_an_event_inside_autocast_is_made_in_full_precision() -> None:
+    models = [fnn(), fnn()]
+    events = []
+    for model, inside in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        inputs = torch.rand(64, first.in_features, generator=torch.Generator().manual_seed(0))
+        pruner = rlsprune.Pruner(model, optimizer, inputs[:1])
+        pruner.calibrate([inputs])
+        model.eval()  # what training forwards say is sampled
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            model(inputs).sum().backward()  # autocast remembers these weights
+            events.append(pruner.prune())
+            model(inputs).sum().backward()
+    assert events[0].removed == events[1].removed
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)

@@ -75,6 +75,10 @@ def find_sites(model: nn.Module, example_inputs: ExampleInputs) -> dict[tuple[st
         trace.readers.setdefault(trace.node(tensor), []).append(None)
     calls = Counter(operation.layer for operation in trace.operations if operation.layer is not None)
     tied = _tied(model)
+    norm_calls = Counter(operation.norm for operation in trace.operations)
+    for operation in trace.operations:
+        if operation.norm in tied or norm_calls[operation.norm] > 1:
+            operation.norm = None  # a shift for one layer would move the outputs of another
     seen: Counter[str] = Counter()
     drafts: list[tuple[Site, _Operation | None]] = []
     for operation in trace.operations:

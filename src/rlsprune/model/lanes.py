@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 __all__ = ["Lane"]
 
 _Handed = TypeVar("_Handed")
+_Result = TypeVar("_Result")
 
 
 class _CancelledError(BaseException):
@@ -18,12 +19,14 @@ class _CancelledError(BaseException):
 class Lane(Generic[_Handed]):
     """A function in a thread of its own that runs only while `advance` waits for it: one thread at a time works.
 
-    A network's forward is the user's code, so it cannot be cut into pieces. But it can be stopped in the middle.
+    A network's forward is the user's code, so it cannot be cut into pieces. But it can be stopped in the middle. What
+    is costly it leaves to the thread that advances it, by `outside`: a thread that computes keeps a team of threads of
+    its own, and there may be hundreds of lanes.
 
     Examples:
-        >>> lane = Lane(lambda lane: [lane.hand_out(number) for number in (1, 2)])
+        >>> lane = Lane(lambda lane: [lane.hand_out(lane.outside(lambda: 2 * number)) for number in (1, 2)])
         >>> lane.advance(), lane.advance(), lane.advance()
-        (1, 2, None)
+        (2, 4, None)
     """
 
     def __init__(self, work: Callable[[Lane[_Handed]], object]) -> None:
@@ -36,6 +39,8 @@ class Lane(Generic[_Handed]):
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._handed: _Handed | None = None
+        self._errand: Callable[[], object] | None = None
+        self._brought: object = None
         self._error: BaseException | None = None
         self._cancelled = False
 
@@ -51,20 +56,46 @@ class Lane(Generic[_Handed]):
         elif not self._thread.is_alive():
             return None
         self._handed = None
-        self._go.release()
-        self._stopped.acquire()
+        self._resume()
+        while (errand := self._errand) is not None:
+            self._errand = None
+            try:
+                self._brought = errand()
+            except Exception as error:  # it is the work's to catch
+                self._error = error
+            self._resume()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
         return self._handed
 
+    def _resume(self) -> None:
+        self._go.release()
+        self._stopped.acquire()
+
     def hand_out(self, value: _Handed) -> None:
         """From within the work: stops until the next `advance`."""
-        if self._cancelled:  # the work has caught what was to end it
-            raise _CancelledError
         self._handed = value
-        self._stopped.release()
-        self._go.acquire()
+        self._wait()
+
+    def outside(self, errand: Callable[[], _Result]) -> _Result:
+        """From within the work: what the errand gives, run by the thread that waits in `advance`.
+
+        Raises:
+            Exception: What the errand raised.
+        """
+        self._errand = errand
+        self._wait()
+        brought, self._brought = self._brought, None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return cast("_Result", brought)
+
+    def _wait(self) -> None:
+        if not self._cancelled:  # else the work has caught what was to end it
+            self._stopped.release()
+            self._go.acquire()
         if self._cancelled:
             raise _CancelledError
 

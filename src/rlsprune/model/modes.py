@@ -15,6 +15,7 @@ from rlsprune.model.interrupts import stop_if_interrupted, uninterrupted
 __all__ = [
     "evaluate",
     "evaluating",
+    "full_precision",
     "inference",
     "plain_attention",
     "preserved",
@@ -104,6 +105,17 @@ def refuse_inference_mode(what: str) -> None:
             f"{what} makes new weights, and those made inside torch.inference_mode() cannot be trained: leave it, "
             "or use torch.no_grad()"
         )
+
+
+@contextlib.contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Without autocast, which would solve systems in half precision and remember weights that are gone by now."""
+    torch.clear_autocast_cache()
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(torch.clear_autocast_cache)
+        yield
 
 
 def run_once(model: nn.Module, example_inputs: ExampleInputs) -> Any:

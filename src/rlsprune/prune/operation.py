@@ -19,7 +19,7 @@ from torch import nn
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
-from rlsprune.model.modes import evaluate, evaluating, refuse_inference_mode, run_once
+from rlsprune.model.modes import evaluate, evaluating, full_precision, refuse_inference_mode, run_once
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement, forget_compiled_code
 from rlsprune.optim.rls import RLS
@@ -86,7 +86,7 @@ class Operation:
         network.check_unchanged()
         network.meet()
         try:
-            with network.undone_on_error() as undo:
+            with full_precision(network.model), network.undone_on_error() as undo:
                 before = self.measures()
                 removed = self._cut_within_target(held_out_loss, undo)
                 if removed:
@@ -105,7 +105,7 @@ class Operation:
         """Puts back what snapshots hold, all of it or nothing."""
         before = self.measures()
         try:
-            with self.network.undone_on_error():
+            with full_precision(self.network.model), self.network.undone_on_error():
                 self.network.restore(snapshots)
                 after = self.measures()
                 stop_if_interrupted()

@@ -13,7 +13,7 @@ from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
 from rlsprune.model.tensors import complement, memory_format, replace_data
 from rlsprune.optim.forms import Factored, Form, form_of, whole_entry
-from rlsprune.optim.layers import is_layer
+from rlsprune.optim.layers import Layer, is_layer
 from rlsprune.optim.packing import INVERSE
 from rlsprune.prune.criteria import InverseOf
 from rlsprune.statistics.inverse import DenseInverse, FactoredInverse, Inverse, Removal
@@ -82,12 +82,17 @@ def compensate(model: nn.Module, group: Group, removals: Mapping[str, list[Remov
         done.add(id(member.module.weight))
         layer = model.get_submodule(member.name)
         assert is_layer(layer)
-        pairs = zip(weight_matrix(layer), removals[member.name], strict=True)
-        refitted = [W.index_copy(0, one.stay.to(W.device), one.refit(W)) for W, one in pairs]
-        weight, bias = split_matrix(layer, refitted[0].unsqueeze(0) if len(refitted) == 1 else torch.stack(refitted))
-        for parameter, data in ((layer.weight, weight), (layer.bias, bias)):
-            if parameter is not None and data is not None:
-                replace_data(parameter, data.contiguous(memory_format=memory_format(parameter)))
+        refit_layer(layer, removals[member.name])
+
+
+def refit_layer(layer: Layer, removals: Sequence[Removal[Inverse]]) -> None:
+    """``W_k ← W_k − P_kd P_dd⁻¹ W_d`` on one layer, bias included, for each of its groups; in new tensors."""
+    pairs = zip(weight_matrix(layer), removals, strict=True)
+    refitted = [W.index_copy(0, one.stay.to(W.device), one.refit(W)) for W, one in pairs]
+    weight, bias = split_matrix(layer, refitted[0].unsqueeze(0) if len(refitted) == 1 else torch.stack(refitted))
+    for parameter, data in ((layer.weight, weight), (layer.bias, bias)):
+        if parameter is not None and data is not None:
+            replace_data(parameter, data.contiguous(memory_format=memory_format(parameter)))
 
 
 def cut_inverses(

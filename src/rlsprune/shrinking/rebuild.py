@@ -14,8 +14,8 @@ from rlsprune.graph.sites import Site
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact, memory_format, replace_data
-from rlsprune.prune.leastsquares import LeastSquares, clipped_fit
-from rlsprune.prune.replay import Replay, Stop, closing
+from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit
+from rlsprune.shrinking.replay import Replay, Stop, closing
 
 __all__ = ["Calibration", "affine_of", "can_shift", "draw_places", "gather_rows", "rebuild"]
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
 from rlsprune.model.cost import count, parameter_count
-from rlsprune.prune.closed_form import ClosedForm
-from rlsprune.prune.rebuild import Calibration
 from rlsprune.shrinking import FrontPoint
+from rlsprune.shrinking.closed_form import ClosedForm
+from rlsprune.shrinking.rebuild import Calibration
 from rlsprune.training.batches import GivenBatches
 from rlsprune.training.loop import evaluate
 
@@ -576,3 +576,19 @@ def test_a_network_whose_layers_are_all_called_twice_is_cut() -> None:
     small = rlsprune.shrink(model, inputs.split(64), target={"params": 0.7}, ignore=["input"])
     assert small.chosen.params <= 0.7 * small.front[0].params
     assert model(inputs).isfinite().all()
+
+
+def test_inside_autocast_the_result_is_the_same(trained: nn.Module) -> None:
+    inputs, other = inputs_of(batches(0)), copy.deepcopy(trained)
+    rlsprune.shrink(other, inputs, target={"flops": 0.5})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained(inputs[0])  # autocast remembers these weights
+        rlsprune.shrink(trained, inputs, target={"flops": 0.5})
+        assert trained(inputs[0]).dtype == torch.bfloat16
+    assert all(torch.equal(*pair) for pair in zip(trained.parameters(), other.parameters(), strict=True))
+
+
+def test_a_network_that_needs_several_inputs_at_once_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9, track_running_stats=False), nn.Linear(9, 2)).eval()
+    with pytest.raises(ValueError, match="batch norm '1' keeps no running statistics"):
+        rlsprune.shrink(model, inputs_of(batches(0)), target={"flops": 0.5})

@@ -14,10 +14,10 @@ from rlsprune.graph.sites import Site, layer_names
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import weight_norms
-from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
-from rlsprune.prune.leastsquares import MOST_INPUTS
-from rlsprune.prune.rebuild import DAMPING, Calibration, affine_of, can_shift, draw_places, gather_rows
-from rlsprune.prune.replay import Replay, Stop, closing
+from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
+from rlsprune.shrinking.leastsquares import MOST_INPUTS
+from rlsprune.shrinking.rebuild import DAMPING, Calibration, affine_of, can_shift, draw_places, gather_rows
+from rlsprune.shrinking.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.lanes import Lane
-from rlsprune.prune.rebuild import draw_places
-from rlsprune.prune.replay import Replay, closing
+from rlsprune.shrinking.rebuild import draw_places
+from rlsprune.shrinking.replay import Replay, closing
 from zoo import ZOO
 
 
@@ -44,6 +44,25 @@ def test_an_output_that_is_read_twice_has_no_norm_or_clipping_of_its_own() -> No
 
     (site,) = find_sites(Twice().eval(), torch.randn(3, 4)).values()
     assert (site.norms, site.sums, site.low) == ((), False, -math.inf)
+
+
+@pytest.mark.parametrize("how", ["called twice", "same shift"])
+def test_a_batch_norm_that_two_layers_share_is_neither_layers_own(how: str) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+            self.norm = self.again = nn.BatchNorm1d(8)
+            if how == "same shift":
+                self.again = nn.BatchNorm1d(8)
+                self.again.bias = self.norm.bias
+            self.last, self.own = nn.Linear(16, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(self.last(torch.cat([self.norm(self.one(x)), self.again(self.other(x))], 1)))
+
+    sites = find_sites(Shared().eval(), torch.randn(4, 6))
+    assert {site.layer: site.norms for site in sites.values()} == {"one": (), "other": (), "last": ("own",)}
 
 
 def test_changes_made_at_a_stop_count_from_there_on() -> None:
@@ -116,4 +135,31 @@ def test_a_lane_hands_on_errors_and_ends_when_it_is_closed() -> None:
     waiting: Lane[int] = Lane(lambda lane: lane.hand_out(2))
     assert waiting.advance() == 2
     waiting.close()
+    assert threading.active_count() == before
+
+
+def test_lanes_compute_in_the_thread_that_advances_them() -> None:
+    threads: list[threading.Thread] = []
+
+    def work(lane: Lane[int]) -> None:
+        lane.hand_out(lane.outside(lambda: 1))
+        lane.outside(lambda: threads.append(threading.current_thread()))
+        with pytest.raises(ZeroDivisionError):
+            lane.outside(lambda: 1 // 0)
+        lane.hand_out(2)
+
+    lane = Lane(work)
+    assert (lane.advance(), lane.advance(), lane.advance()) == (1, 2, None)
+    assert threads == [threading.current_thread()]
+
+
+def test_an_interrupt_while_a_lane_computes_leaves_no_thread_behind() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    lane: Lane[int] = Lane(lambda lane: lane.outside(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        lane.advance()
+    lane.close()
     assert threading.active_count() == before

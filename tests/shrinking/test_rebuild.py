@@ -13,10 +13,10 @@ from rlsprune.graph import Group, find_groups, plan_cuts
 from rlsprune.graph.layers import axis_of
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.product import product_of
-from rlsprune.prune.leastsquares import LeastSquares, clipped_fit
-from rlsprune.prune.norms import make_consistent
-from rlsprune.prune.rebuild import Calibration, rebuild
 from rlsprune.prune.surgery import apply_cuts
+from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit
+from rlsprune.shrinking.norms import make_consistent
+from rlsprune.shrinking.rebuild import Calibration, rebuild
 from zoo import ZOO, evaluate
 
 REFITTED = (
@@ -170,6 +170,9 @@ def test_batch_norms_that_cannot_be_changed_are_named() -> None:
         nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)
     )
     assert make_consistent(model, [torch.randn(8, 3)]) == ["1", "2"]
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[1].bias = model[0].bias
+    assert make_consistent(model, [torch.randn(8, 3)]) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

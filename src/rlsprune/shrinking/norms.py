@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -27,10 +28,16 @@ def make_consistent(model: nn.Module, batches: Iterable[ExampleInputs]) -> list[
         batches: What it is called with.
 
     Returns:
-        Names of the batch norms that were left alone: they have no scale and shift, or no running statistics.
+        Names of the batch norms that were left alone: they have no scale and shift of their own, or no running
+        statistics.
     """
     norms = {module: name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    usable = [norm for norm in norms if norm.affine and norm.running_mean is not None]
+    owners = Counter(id(parameter) for norm in norms for parameter in norm._parameters.values())
+    usable = [
+        norm
+        for norm in norms
+        if norm.affine and norm.running_mean is not None and owners[id(norm.weight)] == owners[id(norm.bias)] == 1
+    ]
     moments: dict[nn.Module, _Moments] = {norm: _Moments() for norm in usable}
 
     def see(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:

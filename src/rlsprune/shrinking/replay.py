@@ -128,16 +128,25 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":  # an attribute: nothing is computed
+            return func(*args, **kwargs)
         product = product_of(func, args, kwargs)
         if product is not None and id(product.weight) in self._names:
-            return self._layer(product, lambda: func(*args, **kwargs))
+            return self._layer(product, lambda: self._run(func, args, kwargs))
         if self._open:
             tracked = [self._open[id(value)] for value in args if isinstance(value, Tensor) and id(value) in self._open]
             if tracked and is_sum(func, args, kwargs):
                 return self._sum(func, args, kwargs, *tracked[0])
             if tracked and args[0] is tracked[0][0]:
                 return self._carry(func, args, kwargs, tracked[0][1])
-        return func(*args, **kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def errand() -> Any:
+            with torch.no_grad():
+                return func(*args, **kwargs)
+
+        return self.lane.outside(errand)
 
     def _layer(self, product: Product, call: Callable[[], Tensor]) -> Tensor:
         name = self._names[id(product.weight)]
@@ -158,9 +167,9 @@ class _Watch(TorchFunctionMode):
 
     def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pending: _Pending) -> Any:
         """A batch norm or dropout between the layer and the sum."""
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         if isinstance(result, Tensor) and (func is F.batch_norm or result is args[0] or func in DROPOUTS):
-            pending.calls.append(lambda value: func(value, *args[1:], **kwargs))
+            pending.calls.append(lambda value: self._run(func, (value, *args[1:]), kwargs))
             self._open[id(result)] = (result, pending)
         return result
 
@@ -172,7 +181,7 @@ class _Watch(TorchFunctionMode):
         self._open = {key: entry for key, entry in self._open.items() if entry[1] is not pending}
         site, product = pending.site, pending.product
         if not self._ahead:
-            result: Tensor = tensor + other
+            result: Tensor = self._run(torch.add, (tensor, other), {})
             self._stop(Stop(site, product, pending.output, result, other))
             return add_as(func, args[0], result)
         skipped = self._skip > 0
@@ -181,7 +190,7 @@ class _Watch(TorchFunctionMode):
             tensor = pending.calls[0]()
             for call in pending.calls[1:]:
                 tensor = call(tensor)
-        return add_as(func, args[0], tensor + other)
+        return add_as(func, args[0], self._run(torch.add, (tensor, other), {}))
 
 
 @dataclass(eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from rlsprune.graph import Cuts, find_groups, plan_cuts
@@ -14,17 +13,19 @@ from rlsprune.model.calls import ExampleInputs, bare_copy
 from rlsprune.model.cost import latencies, ratio_quartiles
 from rlsprune.model.modes import evaluating
 from rlsprune.model.selector import select_inputs
-from rlsprune.model.tensors import complement, exact, memory_format, replace_data
+from rlsprune.model.tensors import complement
+from rlsprune.optim.layers import is_layer
 from rlsprune.prune.allocation import Costs
 from rlsprune.prune.budget import Budget
-from rlsprune.prune.choice import find_curves
-from rlsprune.prune.norms import make_consistent
-from rlsprune.prune.rebuild import Calibration, rebuild
+from rlsprune.prune.refit import refit_layer
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.prune.widths import choose_widths
-from rlsprune.statistics.inverse import cholesky_positive
-from rlsprune.statistics.rows import input_rows
+from rlsprune.shrinking.choice import find_curves
+from rlsprune.shrinking.norms import make_consistent
+from rlsprune.shrinking.rebuild import Calibration, rebuild
+from rlsprune.shrinking.widths import choose_widths
+from rlsprune.statistics.inverse import Autocorrelation
+from rlsprune.statistics.rows import input_rows, weight_matrix
 
 __all__ = ["RESOURCES", "ClosedForm", "CutPlan", "NothingToPruneError"]
 
@@ -33,8 +34,8 @@ RESOURCES = ("params", "flops", "latency")
 
 _MEASURED_STEPS = 6  # towards a target that is measured, or counted only when the network is cut
 
-Report = Callable[[str, int, int | None], object]
-"""Told what is being done, how much of it is done, and of how much."""
+Progress = Callable[[str, int, int | None], object]
+"""Is told what is being done, how much of it is done, and of how much: None where nobody knows."""
 
 
 class NothingToPruneError(ValueError):
@@ -81,7 +82,7 @@ class ClosedForm:
         ignore: Iterable[str] = (),
         min_channels: int = 1,
         round_to: int = 1,
-        report: Report = lambda stage, done, total: None,
+        report: Progress = lambda stage, done, total: None,
     ) -> None:
         self._model, self._example, self._batches, self._report = model, example_inputs, batches, report
         self._least, self._round_to = min_channels, round_to
@@ -212,35 +213,10 @@ class ClosedForm:
     def _refit_shared(self, cuts: Cuts) -> None:
         """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
         for name, autocorrelation in self._shared.items():
-            stay = cuts.stay.get((name, "in"))
-            layer = self._model.get_submodule(name)
-            if stay is None or (
-                (name, "out") in cuts.stay and not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
-            ):
+            stay, layer = cuts.stay.get((name, "in")), self._model.get_submodule(name)
+            if stay is None or not is_layer(layer):
                 continue
-            rows = input_rows(layer, (~stay).nonzero())
-            _compensate(layer, autocorrelation, rows.flatten(1))
-
-
-@torch.no_grad()
-def _compensate(layer: nn.Module, autocorrelation: Tensor, gone: Tensor) -> None:
-    """``W_k + A_kk⁻¹ A_kd W_d``, in new tensors; the weights of what goes are left as they are."""
-    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
-    assert weight is not None
-    groups = len(autocorrelation)
-    matrix = exact(weight).reshape(groups, len(weight) // groups, -1).mT
-    if bias is not None:
-        matrix = torch.cat([matrix, exact(bias).view(groups, 1, -1)], dim=1)
-    parts = []
-    for A, W, rows in zip(autocorrelation, matrix, gone, strict=True):
-        A = A[: len(W), : len(W)]
-        stay = complement(len(W), rows.to(W.device))
-        factor = cholesky_positive(A[stay][:, stay])
-        step = torch.cholesky_solve(A[stay][:, rows] @ W[rows], factor)
-        parts.append(W.index_copy(0, stay, W[stay] + step))
-    solved = torch.stack(parts)
-    width = weight[0].numel()
-    data = solved[:, :width].mT.reshape(weight.shape).to(weight)
-    replace_data(weight, data.contiguous(memory_format=memory_format(weight)))
-    if bias is not None:
-        replace_data(bias, solved[:, width].reshape(bias.shape).to(bias))
+            gone = input_rows(layer, (~stay).nonzero()).flatten(1)
+            size = weight_matrix(layer).shape[1]  # without the shift that a batch norm could make
+            pairs = zip(autocorrelation[:, :size, :size], gone, strict=True)
+            refit_layer(layer, [Autocorrelation(A).without(rows) for A, rows in pairs])

@@ -1,4 +1,4 @@
-"""A network that someone else has trained, made smaller: at once in closed form, or in rounds with training between."""
+"""How small a trained network gets: at once in closed form, by a search, or in rounds with training between."""
 
 from __future__ import annotations
 
@@ -9,30 +9,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
-from rlsprune.model.modes import refuse_inference_mode
+from rlsprune.model.modes import full_precision, refuse_inference_mode, run_once
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.closed_form import RESOURCES, ClosedForm, CutPlan, NothingToPruneError, Report
-from rlsprune.prune.front import Front, FrontPoint, Score, Shrunk
-from rlsprune.prune.rebuild import Calibration
+from rlsprune.shrinking.closed_form import RESOURCES, ClosedForm, CutPlan, NothingToPruneError, Progress
+from rlsprune.shrinking.front import Front, FrontPoint, Score, Shrunk
+from rlsprune.shrinking.rebuild import Calibration
+from rlsprune.shrinking.recovery import Recovery
 from rlsprune.training.batches import GivenBatches, Pair, split
-from rlsprune.training.guard import Guard
-from rlsprune.training.loop import Loss, train_epoch
+from rlsprune.training.loop import Loss
 from rlsprune.training.objective import Objective
 
-__all__ = ["FrontPoint", "Progress", "Score", "Shrunk", "shrink"]
+__all__ = ["shrink"]
 
 _SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the smallest
 # Inputs that run together: at most so many, and fewer if one has more entries than the second number over them.
 _PIECE, _PIECE_ENTRIES = 128, 2**21
-
-Progress = Report
-"""Is told what is being done, how much of it is done, and of how much: None where nobody knows."""
 
 
 def shrink(
@@ -119,6 +116,7 @@ def shrink(
     model = unwrap(model)
     device = next(model.parameters()).device
     given = GivenBatches(batches, device, "batches")
+    _check_single(model, given.example)
     sample = given.sample(calibration)
     scored: Iterable[Pair] = sample if valid is None else GivenBatches(valid, device, "valid")
     whole = bare_copy(model).eval()
@@ -131,8 +129,9 @@ def shrink(
 
     was_training = model.training
     cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
-    front = Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(full_precision(model))
+        front = Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
         stack.callback(forget_compiled_code)
         stack.callback(model.train, was_training)
         stack.callback(front.restore)
@@ -140,11 +139,31 @@ def shrink(
             front.check()
         if recovery_epochs:
             make = optimizer or (lambda network: RLS(network, lr=0.1))
-            recovery = _Recovery(model, given, objective, make, recovery_epochs, tell)
+            recovery = Recovery(model, given, objective, make, recovery_epochs, tell)
             _in_rounds(front, cutter, recovery, goal, ratio)
         else:
             _at_once(front, cutter, goal, max_drop)
     return Shrunk(model, front.chosen, tuple(front.points))
+
+
+def _check_single(model: nn.Module, example: ExampleInputs) -> None:
+    """Raises if the network cannot be called with one input."""
+    try:
+        run_once(model, example)
+    except Exception as error:
+        norms = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and module.running_mean is None
+        ]
+        remedy = f"; batch norm {norms[0]!r} keeps no running statistics: make it with them" if norms else ""
+        raise ValueError(
+            f"the network cannot be called with a single input of batches ({type(error).__name__}: {error}){remedy}"
+        ) from error
+
+
+def _without_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.running_mean is None
 
 
 def _goal(target: Mapping[str, float] | str | None, max_drop: float | None) -> dict[str, float]:
@@ -232,7 +251,7 @@ def _at_once(front: Front, cutter: _Cutter, goal: Mapping[str, float], max_drop:
             low = middle
 
 
-def _in_rounds(front: Front, cutter: _Cutter, recovery: _Recovery, goal: Mapping[str, float], ratio: float) -> None:
+def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[str, float], ratio: float) -> None:
     """Cut, train, look; again."""
     kept = dict.fromkeys(goal, 1.0)  # of the given network, by what was aimed at so far
     while front.points[-1].within:
@@ -254,52 +273,6 @@ def _in_rounds(front: Front, cutter: _Cutter, recovery: _Recovery, goal: Mapping
         front.add()
         if any(share <= goal[what] * (1 + 1e-9) for what, share in kept.items()):
             break
-
-
-class _Recovery:
-    """Training after a cut."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: GivenBatches,
-        objective: Objective,
-        optimizer: Callable[[nn.Module], Optimizer],
-        epochs: int,
-        tell: Progress,
-    ) -> None:
-        self._model, self._batches, self._objective = model, batches, objective
-        self._make, self._epochs, self._tell = optimizer, epochs, tell
-        self._guard = Guard(model)
-
-    def run(self, name: str, front: Front) -> None:
-        """Until the score is back, or the epochs are used up."""
-        optimizer, batches = self._make(self._model), len(self._batches)
-        steps = max(1, self._epochs * batches)
-        rate = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-
-        def loss_of(inputs: Any, targets: Any) -> Tensor:
-            return self._objective.loss(self._model, inputs, targets)
-
-        try:
-            for epoch in range(1, self._epochs + 1):
-                stage = f"{name}, recovery epoch {epoch} of {self._epochs}"
-
-                def on_batch(number: int, loss: Tensor, stage: str = stage) -> None:
-                    rate.step()
-                    self._tell(stage, number, batches)
-
-                self._guard.start_epoch(front.epochs + 1, after_prune=epoch == 1)
-                trained = train_epoch(
-                    self._model, optimizer, self._batches, loss_of, guard=self._guard, on_batch=on_batch
-                )
-                self._guard.epoch_loss("training", trained.mean)
-                front.trained()
-                if front.recovered:
-                    return
-        finally:
-            if isinstance(optimizer, RLS):
-                optimizer.close()
 
 
 def _pieces(sample: Iterable[Pair]) -> Calibration:
