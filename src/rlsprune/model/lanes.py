@@ -61,8 +61,8 @@ class Lane(Generic[_Handed]):
             self._errand = None
             try:
                 self._brought = errand()
-            except Exception as error:  # it is the work's to catch
-                self._error = error
+            except Exception as failure:  # it is the work's to catch
+                self._error = failure
             self._resume()
         if self._error is not None:
             error, self._error = self._error, None
