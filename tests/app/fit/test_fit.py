@@ -401,7 +401,10 @@ def test_network_that_cannot_be_exported_keeps_the_result_of_its_training(
 def test_file_that_is_not_there_is_not_said_to_be_one_of_the_catalogue(
     networks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, said in (("none.npz", "numpy.savez"), ("photos", "Give a folder of images or an .npz file")):
+    for name, said in (
+        ("none.npz", "numpy.savez"),
+        ("photos", "Give a folder of images, a .csv, .parquet or .npz file"),
+    ):
         assert main(["fit", f"{networks}:mlp", "--data", str(tmp_path / name)]) == 3
         error = capsys.readouterr().err
         assert f"{name}': there is no such file" in error

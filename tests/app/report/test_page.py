@@ -70,8 +70,9 @@ def test_headline_and_curves_are_the_runs_own(runs: dict[str, Path], tmp_path: P
     assert f"for 64 inputs, quartiles {many['low']:.2f}–{many['high']:.2f}; " in page.text
     assert f"{one['median']:.2f}× ({one['low']:.2f}–{one['high']:.2f}) for 1" in page.text
     assert f"{metrics[-1]['accuracy']:.2f} % test accuracy" in page.text
-    for name in ("train_loss", "test_loss", "accuracy", "weights_percent"):
+    for name in ("train_loss", "test_loss", "weights_percent"):
         assert page.data[0]["series"][name] == pytest.approx([line[name] for line in metrics], rel=1e-5)
+    assert page.data[0]["series"]["score"] == pytest.approx([line["accuracy"] for line in metrics], rel=1e-5)
     assert page.data[0]["series"]["gate_level"][0] is None, "before the first prune there is no level"
     assert [event["epoch"] for event in page.data[0]["events"]] == [e["epoch"] for e in folder.read_lines("events")]
     for layer in summary["layers"]:

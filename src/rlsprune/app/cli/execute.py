@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsprune.app.cli import folders
 from rlsprune.app.cli.speech import say
+from rlsprune.app.config.metrics import metric_of
 from rlsprune.distributed.torchrun import leads
 
 if TYPE_CHECKING:
@@ -80,9 +81,10 @@ def execute(
     if finished:
         say(f"{path} is finished. {describe(summary)}")
     if not shown.hidden:
-        if "unpruned_accuracy" in summary:
-            say(f"Accuracy of the unpruned network, trained alike: {summary['unpruned_accuracy']:.2f} %")
-        if "given_accuracy" in summary:
-            say(f"Accuracy of the given weights: {summary['given_accuracy']:.2f} %")
+        metric = metric_of(summary)
+        for key, what in (("unpruned", "unpruned network, trained alike"), ("given", "given weights")):
+            if f"{key}_{metric.name}" in summary:
+                label = f"{metric.label[0].upper()}{metric.label[1:]}"
+                say(f"{label} of the {what}: {metric.text(summary[f'{key}_{metric.name}'])}")
         written = ("model.safetensors", "model.onnx", "pixels.png", "report.html")
         say(f"In {path}: {', '.join(name for name in written if (path / name).exists())}")

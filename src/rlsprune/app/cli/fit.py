@@ -13,6 +13,8 @@ from rlsprune.app.cli.execute import Shown, execute
 from rlsprune.app.cli.speech import say
 from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES, OPTIMIZERS
 from rlsprune.app.config.fit import FitConfig, make_fit_config
+from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.config.metrics import METRICS, TASKS
 from rlsprune.app.config.settings import OURS
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ __all__ = ["EXAMPLES", "fit"]
 EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a sub-folder per class) ·
 `rlsprune fit nets.py:mlp --data table.npz --target 0.2 --epochs 40` ·
 `rlsprune fit my_module:build_model --data photos/ --image-size 64 --weights trained.safetensors --optimizer adamw` ·
-`rlsprune fit nets.py:mlp --data table.npz --baseline` (and the unpruned network beside it) ·
+`rlsprune fit nets.py:mlp --data houses.csv --label price --baseline` (and the unpruned network beside it) ·
 `rlsprune fit --resume runs/build_model-photos-seed0`"""
 
 _WITH_RESUME = {"resume", "device", "on_fault", "tensorboard", "quiet", "as_json"}
@@ -42,8 +44,41 @@ def fit(
         Path | None,
         typer.Option(
             "--data",
-            help="A folder of images with a sub-folder per class (or train/ and test/ with such sub-folders), or an "
-            ".npz file with x_train, y_train, x_test, y_test.",
+            help="A folder of images with a sub-folder per class (or train/ and test/ with such sub-folders); a .csv "
+            "or .parquet file (or a folder with train.csv and test.csv); or an .npz file with x_train, y_train, "
+            "x_test, y_test.",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task",
+            help=f"{', '.join(TASKS[:-1])} or {TASKS[-1]}. Default: guessed from the labels.",
+            autocompletion=options.completing(TASKS),
+        ),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", help="The column of a table to predict, or several. Default: the last."),
+    ] = None,
+    drop_columns: Annotated[
+        str | None, typer.Option("--drop-columns", help="Columns of a table to leave out, with commas between.")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            help=f"The score that counts: {', '.join(METRICS)}. Default: accuracy; r2 of numbers; f1 of "
+            "several labels.",
+            autocompletion=options.completing(tuple(METRICS)),
+        ),
+    ] = None,
+    class_weights: Annotated[
+        str | None,
+        typer.Option(
+            "--class-weights",
+            help="How much each class counts in the loss: balanced, numbers (1,5,2), or names with "
+            "numbers (cat=1,dog=5).",
         ),
     ] = None,
     weights: Annotated[
@@ -79,7 +114,15 @@ def fit(
         ),
     ] = None,
     gate: options.GateName = None,
-    loss: options.LossName = "cross-entropy",
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            "--loss",
+            help="cross-entropy or mse of classes, mse or huber of numbers, bce or mse of several labels. Default: the "
+            "first of these.",
+            autocompletion=options.completing(tuple(LOSSES)),
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per minibatch.")] = 64,
     image_size: Annotated[
         int | None,
@@ -138,6 +181,11 @@ def fit(
     config = make_fit_config(
         model,
         data,
+        task=task,
+        label=tuple(label or ()),
+        drop_columns=tuple(drop_columns.split(",")) if drop_columns else (),
+        metric=metric,
+        class_weights=class_weights,
         weights=weights,
         optimizer=optimizer,
         lr=lr,

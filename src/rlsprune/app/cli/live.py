@@ -102,7 +102,8 @@ class LiveObserver(LineObserver):
 
     def _note(self, line: Mapping[str, Any]) -> None:
         self._last = line
-        if self._best is None or line["accuracy"] >= self._best["accuracy"]:
+        name = self.metric.name
+        if self._best is None or self.metric.at_least_as_good(line[name], self._best[name]):
             self._best = line
 
     # --- what is shown ------------------------------------------------------------------------------------------------
@@ -118,17 +119,17 @@ class LiveObserver(LineObserver):
         return Group("", self._progress, figures, "", *self._bars())
 
     def _figures(self) -> Iterator[tuple[str, Text]]:
-        last = self._last
+        last, label = self._last, self.metric.label
         parts = [] if self._loss is None else [f"{self._loss:.4f} in this batch"]
         if last is not None:
             parts.append(f"{last['train_loss']:.4f} in epoch {last['epoch']}")
         yield "loss", Text(", ".join(parts) or "–")
         yield "gate", self._gate()
         if last is None or self._best is None:
-            yield "accuracy", Text("–")
+            yield label, Text("–")
         else:
-            best = f"  best {self._best['accuracy']:.2f} % in epoch {self._best['epoch']}"
-            yield "accuracy", Text(f"{last['accuracy']:.2f} %").append(best, "dim")
+            best = f"  best {self.metric.text(self._best[self.metric.name])} in epoch {self._best['epoch']}"
+            yield label, Text(self.metric.text(last[self.metric.name])).append(best, "dim")
 
     def _gate(self) -> Text:
         """The loss that counts, against what it has to get below."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rlsprune.app.config.base import GATES, OPTIMIZERS
-from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.config.losses import LOSSES_OF
 from rlsprune.app.config.recipes import RECIPES
 from rlsprune.app.config.settings import ON_FAULT, OURS, TARGETS
 from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
@@ -137,8 +137,8 @@ LossName = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help="mse (Eq. 15 of the paper) or cross-entropy. Default: mse; cross-entropy for the ResNet and for fit.",
-        autocompletion=completing(tuple(LOSSES)),
+        help="mse (Eq. 15 of the paper) or cross-entropy. Default: mse; cross-entropy for the ResNet.",
+        autocompletion=completing(LOSSES_OF["classification"]),
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch. Default: the preset's.")]

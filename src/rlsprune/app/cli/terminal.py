@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from rlsprune.app.config.metrics import METRICS, metric_of
 from rlsprune.app.run.observer import Observer, Observers
 from rlsprune.model.arguments import printable
 
@@ -64,9 +65,10 @@ def name_run(run: Mapping[str, Any]) -> str:
 
 def describe(summary: Mapping[str, Any]) -> str:
     """A finished run in one line."""
+    metric = metric_of(summary)
     return printable(
-        f"{name_run(summary)}: accuracy "
-        f"{summary['accuracy']:.2f} %, {summary['weights_percent']:.1f} % of the weights, "
+        f"{name_run(summary)}: {metric.label} "
+        f"{metric.text(summary[metric.name])}, {summary['weights_percent']:.1f} % of the weights, "
         f"{summary['flops_percent']:.1f} % of the FLOPs, {summary['seconds']:.0f} s"
     )
 
@@ -76,11 +78,11 @@ class LineObserver(Observer):
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-        self._epochs = 0
+        self._epochs, self.metric = 0, METRICS["accuracy"]
 
     def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:
         """Says what is run."""
-        self._epochs = epochs
+        self._epochs, self.metric = epochs, metric_of(config)
         resumed = f", resumed after epoch {done}" if done else ""
         self.console.print(printable(f"{name_run(config)}, {epochs} epochs{resumed}"))
 
@@ -89,8 +91,8 @@ class LineObserver(Observer):
         shape = "-".join(str(count.channels) for count in counts.values())
         self.console.print(
             f"epoch {metrics['epoch']:>{len(str(self._epochs))}}/{self._epochs}  loss {metrics['train_loss']:.4f}  "
-            f"accuracy {metrics['accuracy']:.2f} %  weights {metrics['weights_percent']:.1f} %  channels {shape}  "
-            f"{metrics['seconds']:.1f} s"
+            f"{self.metric.label} {self.metric.text(metrics[self.metric.name])}  "
+            f"weights {metrics['weights_percent']:.1f} %  channels {shape}  {metrics['seconds']:.1f} s"
         )
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -103,7 +105,8 @@ class LineObserver(Observer):
         what = "rolled back" if event["kind"] == "roll-back" else "pruned"
         self.console.print(
             f"  epoch {event['epoch']}: {what} {', '.join(changes) or 'weights set to zero'}; "
-            f"accuracy {event['accuracy_before']:.2f} % → {event['accuracy_after']:.2f} %"
+            f"{self.metric.label} {self.metric.text(event[f'{self.metric.name}_before'])} → "
+            f"{self.metric.text(event[f'{self.metric.name}_after'])}"
         )
 
     def end(self, summary: Mapping[str, Any]) -> None:

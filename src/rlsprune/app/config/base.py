@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.config.losses import LOSSES_OF
 from rlsprune.app.config.plain import from_plain
 from rlsprune.app.config.settings import ON_FAULT, PruningSettings, TrainingSettings, check_option
 from rlsprune.app.data.augmentation import parse_augmentation
@@ -33,12 +33,15 @@ class BaseConfig:
     """What `method` may be."""
     WHAT: ClassVar[str]
     """What it is the config of, for messages."""
+    KNOWN_LOSSES: ClassVar[tuple[str, ...]] = LOSSES_OF["classification"]
+    """What `loss` may be."""
 
     experiment: str
     """What the run is called: the experiment, or the model as it was asked for."""
     method: str
     optimizer: str
-    loss: str
+    loss: str | None
+    """None until the task is known."""
     gate: str
     seed: int
     epochs: int
@@ -60,10 +63,11 @@ class BaseConfig:
             ("method", self.KNOWN_METHODS),
             ("optimizer", OPTIMIZERS),
             ("gate", GATES),
-            ("loss", tuple(LOSSES)),
             ("on_fault", ON_FAULT),
         ):
             check_choice(name, getattr(self, name), choices)
+        if self.loss is not None:
+            check_choice("loss", self.loss, self.KNOWN_LOSSES)
         if self.augment is not None:
             parse_augmentation(self.augment)
         for name, least in (("epochs", 1), ("warmup_epochs", 0), ("batch_size", 1), ("threads", 1), ("seed", 0)):

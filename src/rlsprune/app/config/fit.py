@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlsprune.app.config.base import OPTIMIZERS, BaseConfig, check_choice
+from rlsprune.app.config.losses import LOSSES
+from rlsprune.app.config.metrics import METRICS, TASKS, find_metrics
 from rlsprune.app.config.settings import OURS, RANK, PruningSettings, TrainingSettings, check_option
 
 __all__ = ["FitConfig", "make_fit_config"]
@@ -17,6 +19,7 @@ class FitConfig(BaseConfig):
     """A run of a user's own network; its method is `rls`, or `none` to train without pruning."""
 
     KNOWN_METHODS = ("rls", "none")
+    KNOWN_LOSSES = tuple(LOSSES)
     WHAT = "the config of a run of `rlsprune fit`"
 
     model: str
@@ -34,8 +37,20 @@ class FitConfig(BaseConfig):
     """Whether the unpruned network is trained alike, to compare with."""
     standardise: bool = False
     """Whether the columns of a table are scaled for training; the network that is saved takes them unscaled."""
+    task: str | None = None
+    """One of `TASKS`; None until the data were read."""
+    metric: str | None = None
+    """The score that counts, one of `METRICS`; None until the task is known."""
+    class_weights: str | None = None
+    """How much each class counts in the loss, as `rlsprune.app.fit.task.class_weights` reads it."""
+    label: tuple[str, ...] = ()
+    """The columns of a table that are predicted; none: the last."""
+    drop_columns: tuple[str, ...] = ()
+    """The columns of a table that are left out."""
     classes: tuple[str, ...] = ()
-    """The names of the classes, once the data were read."""
+    """The names of the classes, the labels or the targets, once the data were read."""
+    columns: tuple[str, ...] = ()
+    """The names of a table's other columns, once the data were read."""
     images: tuple[int, int] = (0, 0)
     """How many there are to train and to test with, once the data were read."""
 
@@ -44,6 +59,12 @@ class FitConfig(BaseConfig):
         check_option("channels", self.channels, self.channels in (None, 1, 3), "1 or 3")
         check_option("lr", self.lr, self.lr is None or self.lr > 0, "above 0")
         self._check_least("image_size", 1)
+        if self.task is not None:
+            check_choice("task", self.task, TASKS)
+        if self.metric is not None:
+            check_choice("metric", self.metric, tuple(METRICS))
+            if self.task is not None:
+                find_metrics(self.task, self.metric)
         if self.baseline and self.method == "none":
             raise ValueError("--baseline trains the unpruned network beside the pruned one: leave out --no-prune")
 
@@ -108,7 +129,7 @@ def make_fit_config(
             "weights": None if weights is None else str(Path(weights).absolute()),
             "optimizer": optimizer,
             "lr": lr,
-            "loss": "cross-entropy",
+            "loss": None,
             "gate": gate,
             "seed": 0,
             "epochs": epochs,

@@ -9,14 +9,14 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rlsprune.app.data.datasets import Dataset, Split
 from rlsprune.app.data.errors import DataError
+from rlsprune.app.data.labels import Array, read_labels
 from rlsprune.app.data.streams import MAX_BYTES, Readable, Source, open_regular
 from rlsprune.model.arguments import quoted
 
@@ -43,35 +43,38 @@ _ZIP_ERRORS = (
     zlib.error,
 )
 
-Array = npt.NDArray[Any]
 
-
-def read_npz(path: str | os.PathLike[str]) -> Dataset:
+def read_npz(path: str | os.PathLike[str], task: str | None = None) -> Dataset:
     """Reads a data set from an .npz file. Nothing in the file is executed: arrays of objects are refused.
 
     ``x_…`` are features (N, F), images (N, C, H, W) or grey images (N, H, W) of bytes; bytes are divided by 255 when
-    batches are made, other numbers are taken as they are. ``y_…`` are whole numbers from 0, or names of classes.
+    batches are made, other numbers are taken as they are. ``y_…`` are whole numbers from 0, or names of classes;
+    numbers to predict (N,) or (N, K); or zeros and ones (N, K) that mark which of K labels each entry has.
+
+    Args:
+        path: The file.
+        task: What ``y_…`` are; None to guess.
 
     Raises:
         DataError: It is missing, damaged, or holds something else.
     """
     path = Path(path)
     arrays = _read(path)
-    (train, train_labels), (test, test_labels) = (
-        (_inputs(path, f"x_{part}", arrays[f"x_{part}"]), _labels(path, f"y_{part}", arrays[f"y_{part}"]))
-        for part in ("train", "test")
-    )
+    train, test = (_inputs(path, f"x_{part}", arrays[f"x_{part}"]) for part in ("train", "test"))
     if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
         raise DataError(
             path,
             f"x_train is {train.dtype} of {train.shape} and x_test {test.dtype} of {test.shape}",
             "Both must be of one type, and of one shape but for the first number",
         )
-    for part, inputs, labels in (("train", train, train_labels), ("test", test, test_labels)):
-        if len(inputs) != len(labels) or not len(labels):
-            raise DataError(path, f"x_{part} has {len(inputs)} entries and y_{part} {len(labels)}", "Give one y per x")
-    classes, train_labels, test_labels = _classes(path, train_labels, test_labels)
-    return Dataset(path.stem, classes, _split(train, train_labels), _split(test, test_labels))
+    for part, inputs in (("train", train), ("test", test)):
+        count = len(arrays[f"y_{part}"]) if arrays[f"y_{part}"].ndim else 0
+        if len(inputs) != count or not count:
+            raise DataError(path, f"x_{part} has {len(inputs)} entries and y_{part} {count}", "Give one y per x")
+    labels = read_labels(path, arrays["y_train"], arrays["y_test"], task)
+    inside, outside = (torch.from_numpy(np.ascontiguousarray(inputs)) for inputs in (train, test))
+    splits = Split(inside, labels.train), Split(outside, labels.test)
+    return Dataset(path.stem, labels.names, splits[0], splits[1], task=labels.task)
 
 
 def _read(path: Path) -> dict[str, Array]:
@@ -143,35 +146,3 @@ def _inputs(path: Path, key: str, array: Array) -> Array:
     if not np.isfinite(values).all():
         raise DataError(path, f"{key} holds a NaN or an infinity", "Replace or leave out such entries")
     return values
-
-
-def _labels(path: Path, key: str, array: Array) -> Array:
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1 or array.dtype.kind not in "uiU":
-        hint = f"numpy.argmax({key}, axis=1) if it is one-hot" if array.ndim == 2 else "whole numbers from 0, or names"
-        raise DataError(path, f"{key} is {array.dtype} of shape {array.shape}", f"Labels must be of shape (N,): {hint}")
-    if array.dtype.kind != "U" and len(array) and int(array.min()) < 0:
-        raise DataError(path, f"{key} holds {int(array.min())}", "Classes are numbered from 0")
-    return array
-
-
-def _classes(path: Path, train: Array, test: Array) -> tuple[tuple[str, ...], Array, Array]:
-    """The names of the classes, and the labels as numbers of them."""
-    if (train.dtype.kind == "U") != (test.dtype.kind == "U"):
-        raise DataError(path, "one of y_train and y_test holds names and the other numbers", "Use either in both")
-    if train.dtype.kind == "U":
-        names, numbers = np.unique(np.concatenate([train, test]), return_inverse=True)
-        return tuple(map(str, names)), numbers[: len(train)], numbers[len(train) :]
-    count = int(max(train.max(), test.max())) + 1
-    if count > len(train):
-        raise DataError(
-            path,
-            f"its highest label is {count - 1}, but there are only {len(train)} training entries",
-            "Number the classes 0, 1, 2, …",
-        )
-    return tuple(map(str, range(count))), train, test
-
-
-def _split(inputs: Array, labels: Array) -> Split:
-    return Split(torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(labels.astype(np.int64)))

@@ -22,7 +22,7 @@ class Batches:
     Args:
         images: uint8, whose values are divided by 255, or floating point, whose values are taken as they are; of any
             shape (N, …), and (N, C, H, W) for augmentation.
-        labels: (N,), on the same device.
+        labels: (N,), or floating-point targets (N, outputs), on the same device.
         batch_size: images per batch; the last batch of an epoch may be smaller.
         seed: of the shuffling and the augmentation.
         generator: a CPU generator to use instead of `seed`.
@@ -64,7 +64,7 @@ class Batches:
             )
         if images.ndim != 4 and (augment is not None or channels_last):
             raise ValueError(f"augment and channels_last are for images (N, C, H, W), not {tuple(images.shape)}")
-        if labels.shape != (len(images),):
+        if len(labels) != len(images) or (labels.ndim != 1 and not labels.is_floating_point()):
             raise ValueError(f"labels must have shape ({len(images)},) like the images, not {tuple(labels.shape)}")
         if labels.device != images.device:
             raise ValueError(f"images are on {images.device} and labels on {labels.device}; move both to one device")

@@ -26,7 +26,7 @@ class Split:
     images: Tensor
     """uint8, (N, C, H, W); of a user's own data also floating point, and of any shape (N, …)"""
     labels: Tensor
-    """int64, (N,)"""
+    """int64, (N,): numbers of classes; of a user's own data also floating-point targets or labels, (N, outputs)"""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -57,10 +57,15 @@ class Dataset:
 
     name: str
     classes: tuple[str, ...]
+    """The names of the classes, of the labels or of the targets: one for each output of the network."""
     train: Split
     test: Split
     valid: Split | None = None
     """Images taken out of the training split by `hold_out`."""
+    task: str = "classification"
+    """Or "regression", or "multi-label"."""
+    columns: tuple[str, ...] = ()
+    """The names of the columns of a table, where they are known."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,9 +145,9 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, verify: bool
 def stratified_choice(labels: Tensor, count: int, seed: int) -> Tensor:
     """Indices of `count` images, sorted, each class in proportion to its share (largest remainders get the rest).
 
-    Drawn on the CPU, so that it does not depend on where the labels are.
+    Drawn on the CPU, so that it does not depend on where the labels are. Targets that are no classes are all alike.
     """
-    labels = labels.cpu()
+    labels = labels.cpu() if not labels.is_floating_point() else torch.zeros(len(labels), dtype=torch.long)
     sizes = torch.bincount(labels)
     exact = sizes * count  # in units of 1/len(labels), so that nothing is rounded
     quota = exact // len(labels)

@@ -13,21 +13,25 @@ from torch import nn
 
 from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES
 from rlsprune.app.config.fit import FitConfig
+from rlsprune.app.config.metrics import find_metrics, metric_of
 from rlsprune.app.data.arrays import read_npz
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.data.errors import DataError
 from rlsprune.app.data.folders import Channels, read_image_folder
+from rlsprune.app.data.tables import read_table, table_parts
 from rlsprune.app.fit.model import find_builder, find_layout, load_weights
 from rlsprune.app.fit.standardise import find_standardisation
+from rlsprune.app.fit.targets import TargetScale, find_target_scale
+from rlsprune.app.fit.task import check_scorable, find_loss
 from rlsprune.app.run.build import build_recipe, hold_out
 from rlsprune.app.run.execute import train_and_prune
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.recipe import Recipe
+from rlsprune.app.run.scores import Scoring
 from rlsprune.distributed.torchrun import leads
 from rlsprune.io import modelfile
 from rlsprune.io.export import export_onnx
-from rlsprune.training.loop import evaluate
 
 __all__ = ["ONNX_PACKAGES", "fit", "load_own_data", "make_own_recipe", "missing_onnx_packages"]
 
@@ -60,14 +64,15 @@ def fit(
     loaded = load_own_data(config)
     recipe = make_own_recipe(config, loaded)
     summary = folder.read_summary() if folder.finished else train_and_prune(recipe, folder, observer)
-    if config.baseline and "unpruned_accuracy" not in summary:
+    if config.baseline and f"unpruned_{metric_of(summary).name}" not in summary:
         twin, beside = config.unpruned(), type(folder)(folder.path / "unpruned")
         unpruned = (
             beside.read_summary()
             if beside.finished
             else train_and_prune(make_own_recipe(twin, load_own_data(twin)), beside, baseline_observer())
         )
-        summary = {**summary, "unpruned_accuracy": unpruned["accuracy"]}
+        names = [metric.name for metric in recipe.scoring.metrics]
+        summary = {**summary, **{f"unpruned_{name}": unpruned[name] for name in names}}
         with folder.locked():
             folder.write_json("summary", summary)
     onnx = folder.path / "model.onnx"
@@ -90,13 +95,19 @@ def load_own_data(config: FitConfig) -> Dataset:
         DataError: They are missing, damaged, or not those with which the run was started.
     """
     path = Path(config.data)
-    if path.is_dir():
+    if table_parts(path):
+        loaded = read_table(path, config.label, config.drop_columns, config.task, config.seed)
+    elif config.label or config.drop_columns:
+        raise ValueError(f"--label and --drop-columns are for tables of named columns, and {path} is none")
+    elif path.is_dir():
         loaded = read_image_folder(path, config.image_size, cast(Channels | None, config.channels), config.seed)
     elif path.suffix == ".npz":
-        loaded = read_npz(path)
+        loaded = read_npz(path, config.task)
     else:
-        problem = "it is neither a folder of images nor an .npz file" if path.exists() else "there is no such file"
-        raise DataError(path, problem, "Give a folder of images or an .npz file as --data")
+        problem = "it is neither a folder of images nor a table" if path.exists() else "there is no such file"
+        raise DataError(path, problem, "Give a folder of images, a .csv, .parquet or .npz file as --data")
+    if config.task not in (None, loaded.task):
+        raise ValueError(f"--task {config.task}: {path} is of images of classes")
     if config.augment is not None and len(loaded.shape) != 3:
         raise ValueError(f"--augment is for images (N, C, H, W): {path} has entries of shape {loaded.shape}")
     if config.gate == "valid" and len(loaded.train) < 2:
@@ -104,8 +115,9 @@ def load_own_data(config: FitConfig) -> Dataset:
     loaded = hold_out(config, loaded)
     if len(loaded.train) % config.batch_size == 1 and len(loaded.train) > 1:
         loaded = loaded.take(len(loaded.train) - 1, seed=None)  # batch norm cannot train on a batch of one
-    if config.classes and (config.classes, config.images) != (loaded.classes, _counts(loaded)):
-        problem = "its classes or the number of its images changed since the run was started"
+    known = (config.classes, config.columns, config.images)
+    if config.classes and known != (loaded.classes, loaded.columns, _counts(loaded)):
+        problem = "its classes, its columns or the number of its examples changed since the run was started"
         raise DataError(path, problem, "Start a new run")
     return loaded.to(config.device)
 
@@ -130,29 +142,54 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
     layout = find_layout(model, loaded, config.experiment)
     lr = _default_rate(config, model) if config.lr is None else config.lr
 
-    scaling = find_standardisation(model, loaded) if config.standardise else None
+    metrics = find_metrics(loaded.task, config.metric)
+    check_scorable(metrics, loaded, loaded.test, "the test examples")
+    loss_name, loss = find_loss(config, loaded)
+    found = (find_standardisation(model, loaded), find_target_scale(model, loaded)) if config.standardise else ()
+    scalings = [scaling for scaling in found if scaling is not None]
+    data, scoring = loaded, Scoring(loaded.task, metrics)
+    for scaling in scalings:
+        data = scaling.scaled(data)
+        if isinstance(scaling, TargetScale):
+            scoring = replace(scoring, in_users_unit=scaling.in_users_unit)
 
     def prepare(model: nn.Module) -> None:
         if config.weights is not None:
             load_weights(model, Path(config.weights))
-            if scaling is not None:
+            for scaling in scalings:
                 scaling.take_out(model)
 
+    def delivered(model: nn.Module) -> nn.Module:
+        for scaling in scalings:
+            model = scaling.for_unscaled(model)
+        return model
+
     recipe = build_recipe(
-        replace(config, lr=lr, classes=loaded.classes, images=_counts(loaded)),
+        replace(
+            config,
+            lr=lr,
+            task=loaded.task,
+            metric=metrics[0].name,
+            loss=loss_name,
+            classes=loaded.classes,
+            columns=loaded.columns,
+            images=_counts(loaded),
+        ),
         title={"preset": "own"},
-        data=loaded if scaling is None else scaling.scaled(loaded),
+        data=data,
         layout=layout,
         lr=lr,
         build_model=build_model,
         prepare=prepare,
-        delivered=(lambda model: model) if scaling is None else scaling.for_unscaled,
+        delivered=delivered,
+        loss=loss,
+        scoring=scoring,
     )
     if config.weights is None:
         return recipe
     prepare(model)  # also: weights that do not fit are found before anything is written
-    given = evaluate(model, recipe.evaluation_batches(recipe.data.test), recipe.loss)
-    return replace(recipe, title={**recipe.title, "given_accuracy": given.accuracy})
+    given = scoring(model, recipe.evaluation_batches(recipe.data.test), loss).scores
+    return replace(recipe, title={**recipe.title, **{f"given_{name}": score for name, score in given.items()}})
 
 
 def _default_rate(config: FitConfig, model: nn.Module) -> float:

@@ -25,6 +25,7 @@ from rlsprune.model.interrupts import uninterrupted
 __all__ = ["find_builder", "find_layout", "load_weights"]
 
 Builder = Callable[[], nn.Module]
+_SAID = {"classification": "classes", "regression": "targets", "multi-label": "labels"}
 
 
 def find_builder(spec: str, import_from: str) -> Builder:
@@ -112,13 +113,16 @@ def find_layout(model: nn.Module, data: Dataset, name: str) -> Layout:
         outputs, layout = _outputs(model, inputs, data, name)
     finally:
         model.train(was_training)
+    wanted, what = len(data.classes), _SAID[data.task]
+    if isinstance(outputs, Tensor) and outputs.shape == (2,) and data.task == "regression" and wanted == 1:
+        return layout
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != 2:
         shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(f"{name} gives {shape} for 2 examples: it must give a tensor of shape (2, classes)")
-    if outputs.shape[1] != len(data.classes):
+        raise ValueError(f"{name} gives {shape} for 2 examples: it must give a tensor of shape (2, {what})")
+    if outputs.shape[1] != wanted:
         raise ValueError(
-            f"{name} puts out {outputs.shape[1]} values, but {data.name} has {len(data.classes)} classes "
-            f"({quoted(data.classes)}): make its last layer {len(data.classes)} wide"
+            f"{name} puts out {outputs.shape[1]} values, but {data.name} has {wanted} {what} "
+            f"({quoted(data.classes)}): make its last layer {wanted} wide, or choose another --task"
         )
     return layout
 

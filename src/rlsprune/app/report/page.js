@@ -5,9 +5,11 @@
   const single = runs.length === 1;
   const HEIGHT = 250, MARGIN = { top: 16, right: 12, bottom: 34, left: 52 };
   const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
+  const metrics = [...new Set(runs.map((run) => run.metric))];
+  const sentence = (words) => words[0].toUpperCase() + words.slice(1);
   const CHARTS = [
     { title: "Loss", log: true, keys: { train_loss: "training", test_loss: "test", gate_loss: "gate's loss", gate_level: "gate: prune below" } },
-    { title: "Accuracy on the test set", unit: " %", keys: { accuracy: "accuracy" } },
+    { title: `${sentence(metrics.join(" / "))} on the test set`, unit: metrics.length === 1 ? runs[0].unit : "", keys: { score: metrics.join(" / ") } },
     { title: "What is left of the network", unit: " %", zero: true, keys: { weights_percent: "weights", flops_percent: "FLOPs" } },
   ];
   let axis = "epoch", cursor = null;

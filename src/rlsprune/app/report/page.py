@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import rlsprune
+from rlsprune.app.config.metrics import Metric
 from rlsprune.app.report.figures import draw_inputs, draw_network
 from rlsprune.app.report.runs import NUMBERS, ReportedLayer, ReportedRun, read_runs
 from rlsprune.io.atomic import replacing
@@ -55,6 +56,7 @@ def render(runs: Sequence[ReportedRun], reload_seconds: int | None = None) -> st
     environment.filters |= {"count": _count, "number": _number, "times": _times}
     return environment.from_string(_asset("template.html")).render(
         title=_title(runs),
+        score=" / ".join(dict.fromkeys(run.metric.label for run in runs)),
         runs=[_view(run, unit) for run in runs],
         unit=unit,
         data=[_curves(run) for run in runs],
@@ -105,12 +107,18 @@ def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
         "unpruned_ms": unpruned_ms,
         "pruned_ms": pruned_ms,
         "latency_batch": summary.get("latency_batch"),
-        "accuracy": last["accuracy"],
+        "metric": run.metric,
+        "score": run.metric.text(last["score"]),
         "loss": last["test_loss"],
-        "compared_with": _compared_with(summary),
+        "compared_with": _compared_with(summary, run.metric),
         "seconds": sum(line["seconds"] or 0 for line in run.metrics),
         "prunes": sum(event["kind"] == "prune" for event in run.events),
-        "events": [event | {"text": _describe(event)} for event in run.events],
+        "events": [
+            event
+            | {"text": _describe(event)}
+            | {name: run.metric.text(event[name]) for name in ("score_before", "score_after")}
+            for event in run.events
+        ],
         "layers": {layer.name: layer for layer in layers},
         "total": _total(layers, unit),
         "network": draw_network(layers, unit),
@@ -121,10 +129,11 @@ def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
     }
 
 
-def _compared_with(summary: Mapping[str, Any]) -> tuple[float, str] | None:
-    """The accuracy of the network without pruning and what that network is; None where none was measured."""
-    twins = {"unpruned_accuracy": "unpruned, trained alike", "given_accuracy": "with the given weights, unpruned"}
-    return next(((summary[name], what) for name, what in twins.items() if summary.get(name) is not None), None)
+def _compared_with(summary: Mapping[str, Any], metric: Metric) -> tuple[str, str] | None:
+    """The score of the network without pruning and what that network is; None where none was measured."""
+    twins = {"unpruned_score": "unpruned, trained alike", "given_score": "with the given weights, unpruned"}
+    found = ((metric.text(summary[name]), what) for name, what in twins.items() if summary.get(name) is not None)
+    return next(found, None)
 
 
 def _about(run: ReportedRun) -> Iterator[str]:
@@ -159,6 +168,8 @@ def _curves(run: ReportedRun) -> dict[str, Any]:
     shares = [{layer.name: layer.nodes_percent for layer in line["layers"]} for line in run.metrics]
     return {
         "label": run.label,
+        "metric": run.metric.label,
+        "unit": run.metric.unit,
         "epoch": [line["epoch"] for line in run.metrics],
         "time": [round(second, 2) for second in seconds],
         "series": {name: [_short(line[name]) for line in run.metrics] for name in NUMBERS if name not in _NOT_DRAWN},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlsprune.app.config.metrics import Metric, metric_of
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io.atomic import FileError
 
@@ -18,7 +19,7 @@ NUMBERS = (
     "test_loss",
     "gate_loss",
     "gate_level",
-    "accuracy",
+    "score",
     "nodes_percent",
     "weights_percent",
     "flops_percent",
@@ -27,9 +28,6 @@ NUMBERS = (
 """What an epoch's line may tell."""
 
 _SUMMARY_NUMBERS = (
-    "accuracy",
-    "unpruned_accuracy",
-    "given_accuracy",
     "latency_ms",
     "latency_unpruned_ms",
     "latency_batch",
@@ -89,6 +87,11 @@ class ReportedRun:
         return self.metrics[-1]["layers"] if self.metrics else []
 
     @property
+    def metric(self) -> Metric:
+        """The score that is told on the way."""
+        return metric_of(self.config)
+
+    @property
     def epochs(self) -> int | None:
         """How many there will be."""
         planned = self.config.get("epochs")
@@ -120,10 +123,11 @@ def _read(path: Path, label: str) -> ReportedRun:
     lines = {name: _lines(folder, name) for name in ("metrics", "events")}
     environment = folder.read_json("environment") if (path / "environment.json").is_file() else {}
     summary = folder.read_summary() if folder.finished else None
+    score = metric_of(config).name
     if summary is not None:
-        _check_summary(path / "summary.json", summary)
-    metrics = [_epoch(path / "metrics.jsonl", number, line) for number, line in enumerate(lines["metrics"], 1)]
-    events = [_event(path / "events.jsonl", number, line) for number, line in enumerate(lines["events"], 1)]
+        _check_summary(path / "summary.json", summary, score)
+    metrics = [_epoch(path / "metrics.jsonl", number, line, score) for number, line in enumerate(lines["metrics"], 1)]
+    events = [_event(path / "events.jsonl", number, line, score) for number, line in enumerate(lines["events"], 1)]
     return ReportedRun(path, label, config, metrics, events, summary, environment)
 
 
@@ -132,18 +136,17 @@ def _lines(folder: RunFolder, name: str) -> list[dict[str, Any]]:
     return [] if missing and not folder.finished else folder.read_lines(name)
 
 
-def _epoch(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
+def _epoch(path: Path, number: int, line: dict[str, Any], score: str) -> dict[str, Any]:
     where = f"line {number}"
     if line.get("epoch") != number:
         raise FileError(path, f"{where} has epoch {line.get('epoch')!r}, not {number}", _REMEDY)
-    numbers = {name: _number(path, where, line, name) for name in NUMBERS}
+    numbers = {name: _number(path, where, line, score if name == "score" else name) for name in NUMBERS}
     return {"epoch": number, **numbers, "layers": _layers(path, where, line.get("layers", []))}
 
 
-def _event(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
+def _event(path: Path, number: int, line: dict[str, Any], score: str) -> dict[str, Any]:
     where = f"line {number}"
     _check_counts(path, where, line, ("epoch",))
-    numbers = ("loss", "accuracy_before", "accuracy_after", "epochs_to_recover")
     layers = line.get("layers", [])
     for layer in _check_rows(path, where, layers):
         _check_counts(path, where, layer, ("before", "after"))
@@ -151,12 +154,15 @@ def _event(path: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
     return {
         "epoch": line["epoch"],
         "kind": kind,
-        **{name: _number(path, where, line, name) for name in numbers},
+        **{name: _number(path, where, line, name) for name in ("loss", "epochs_to_recover")},
+        **{f"score_{when}": _number(path, where, line, f"{score}_{when}") for when in ("before", "after")},
         "layers": [(layer["name"], layer["before"], layer["after"]) for layer in layers],
     }
 
 
-def _check_summary(path: Path, summary: dict[str, Any]) -> None:
+def _check_summary(path: Path, summary: dict[str, Any], score: str) -> None:
+    for name in ("", "unpruned_", "given_"):
+        summary[f"{name}score"] = _number(path, "it", summary, f"{name}{score}")
     for name in _SUMMARY_NUMBERS:
         summary[name] = _number(path, "it", summary, name)
     speedups = summary.setdefault("speedups", [])

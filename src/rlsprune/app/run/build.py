@@ -15,8 +15,10 @@ from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.run.method import Method
 from rlsprune.app.run.pruning import RLSPruning
 from rlsprune.app.run.recipe import Layout, Recipe
+from rlsprune.app.run.scores import Scoring
 from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.optim.rls import RLS
+from rlsprune.training.loop import Loss
 
 __all__ = ["build_method", "build_optimizer", "build_recipe", "hold_out"]
 
@@ -55,6 +57,8 @@ def build_recipe(
     prepare: Callable[[nn.Module], object],
     delivered: Callable[[nn.Module], nn.Module] = lambda model: model,
     method: Callable[[nn.Module, Optimizer, Tensor], Method] | None = None,
+    loss: Loss | None = None,
+    scoring: Scoring | None = None,
 ) -> Recipe:
     """The recipe of a run: what its config says, and what only its command knows.
 
@@ -68,6 +72,8 @@ def build_recipe(
         prepare: As `Recipe` has it.
         delivered: As `Recipe` has it.
         method: Builds what prunes; None for `build_method`.
+        loss: None for the one that the config names.
+        scoring: As `Recipe` has it; None for accuracy.
     """
     return Recipe(
         config=config.to_dict(),
@@ -79,7 +85,8 @@ def build_recipe(
         delivered=delivered,
         build_optimizer=lambda model: build_optimizer(config, model, lr),
         build_method=method or partial(build_method, config),
-        loss=LOSSES[config.loss],
+        loss=loss or LOSSES[str(config.loss)],
+        scoring=scoring or Scoring(),
         gate=config.gate,
         epochs=config.epochs,
         cpu_seconds=config.cpu_seconds,

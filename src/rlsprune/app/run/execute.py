@@ -25,6 +25,7 @@ from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.randomness import RandomStates
 from rlsprune.app.run.recipe import Recipe
 from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, speedup_row, tail, total_percent
+from rlsprune.app.run.scores import Scored
 from rlsprune.app.run.share import Share
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io.atomic import FileError
@@ -33,7 +34,7 @@ from rlsprune.model.selector import kept_features
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
 from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
-from rlsprune.training.loop import EpochLoss, Evaluation, evaluation_sums, train_epoch
+from rlsprune.training.loop import EpochLoss, train_epoch
 
 __all__ = ["Run", "train_and_prune"]
 
@@ -107,7 +108,8 @@ class Run:
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, faults: Sequence[dict[str, Any]] = ()) -> None:
-        self.recipe, self.folder, self.record, self.done = recipe, folder, Record(), 0
+        self.recipe, self.folder, self.done = recipe, folder, 0
+        self.record = Record(recipe.scoring.metric)
         self.share = Share(find_ranks())
         if recipe.cpu_seconds is not None and self.share.ranks is not None:
             raise ValueError("--cpu-seconds counts the time of one process: give --epochs, or run it without torchrun")
@@ -196,7 +198,7 @@ class Run:
                 "train_loss": losses.mean,
                 "gate_loss": gate_loss,
                 "test_loss": test.loss,
-                "accuracy": test.accuracy,
+                **test.scores,
                 "nodes_percent": nodes_percent,
                 "weights_percent": weights_percent,
                 "flops_percent": percent(self._flops(), self.unpruned.flops),
@@ -257,6 +259,7 @@ class Run:
         """The run in a few numbers."""
         metrics, events = self.record.metrics, self.record.events
         last, final = tail(metrics, events), metrics[-1]
+        names = [metric.name for metric in self.recipe.scoring.metrics]
         kept = next(iter(kept_features(self.model).values()), None)
         networks = [self.recipe.in_layout(self.recipe.build_model()), self.result]
         examples = {batch: self.recipe.example(batch) for batch in _LATENCY_BATCHES}
@@ -265,9 +268,11 @@ class Run:
         return {
             **self.recipe.title,
             "epochs": self.done,
-            "accuracy": final["accuracy"],
+            "task": self.recipe.scoring.task,
+            "metric": self.recipe.scoring.metric.name,
+            **{name: final[name] for name in names},
             "loss": final["test_loss"],
-            "mean_accuracy": statistics.fmean(line["accuracy"] for line in last),
+            **{f"mean_{name}": statistics.fmean(line[name] for line in last) for name in names},
             "mean_loss": statistics.fmean(line["test_loss"] for line in last),
             "nodes_percent": final["nodes_percent"],
             "weights_percent": final["weights_percent"],
@@ -281,13 +286,14 @@ class Run:
             "events": sum(event["kind"] == "prune" for event in events),
             "missed_target": self.method.missed_target(),
             "kept_inputs": kept,
+            "kept_columns": [self.data.columns[index] for index in kept] if kept and self.data.columns else None,
             "input_shape": list(self.data.shape),
             "mean_input": None if kept is None else mean_image(self.data.test.images),
             "layers": self.layers(),
             "health": health_rows(self.optimizer),
         }
 
-    def _note(self, epoch: int, event: PruneEvent | None, before: Evaluation, observer: Observer) -> Evaluation:
+    def _note(self, epoch: int, event: PruneEvent | None, before: Scored, observer: Observer) -> Scored:
         """Evaluates again if something was pruned."""
         if event is None:
             return before
@@ -313,11 +319,12 @@ class Run:
         self.data = self.data.reunite()
         self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
 
-    def _evaluate(self, split: Split) -> Evaluation:
-        batches = self.share.of_batches(self.recipe.evaluation_batches(split))
-        with self.clock.paused() if split is self.data.test else contextlib.nullcontext():
-            sums = evaluation_sums(self.result, batches, self.recipe.loss)
-        return Evaluation.of_sums(*self.share.totals(list(sums)))
+    def _evaluate(self, split: Split) -> Scored:
+        batches, scoring = self.recipe.evaluation_batches(split), self.recipe.scoring
+        if split is not self.data.test:
+            return scoring.loss_alone(self.result, batches, self.recipe.loss, self.share)
+        with self.clock.paused():
+            return scoring(self.result, batches, self.recipe.loss, self.share)
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
         """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from rlsprune.app.config.metrics import metric_of
 from rlsprune.app.run.checkpoints import Checkpoints
 from rlsprune.app.run.earlier import in_todays_words
 from rlsprune.io import modelfile
@@ -31,7 +32,7 @@ _HALF_WRITTEN = re.compile(
 
 _IN_SUMMARY: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("experiment", "method"), (str,)),
-    **dict.fromkeys(("accuracy", "loss", "nodes_percent", "weights_percent", "flops_percent", "seconds"), (float, int)),
+    **dict.fromkeys(("loss", "nodes_percent", "weights_percent", "flops_percent", "seconds"), (float, int)),
     "seed": (int,),
 }
 
@@ -81,7 +82,7 @@ class RunFolder:
             FileError: It is missing or damaged.
         """
         summary = self.read_json("summary")
-        for name, kinds in _IN_SUMMARY.items():
+        for name, kinds in {**_IN_SUMMARY, metric_of(summary).name: (float, int)}.items():
             if type(summary.get(name)) not in kinds:
                 problem = f"its {name} is {str(summary.get(name))[:40]!a}"
                 raise FileError(

@@ -14,6 +14,7 @@ from rlsprune.app.config.settings import TrainingSettings
 from rlsprune.app.data.batches import Batches
 from rlsprune.app.data.datasets import Dataset, Split
 from rlsprune.app.run.method import Method
+from rlsprune.app.run.scores import Scoring
 from rlsprune.training.loop import Loss
 
 __all__ = ["Layout", "Recipe"]
@@ -48,6 +49,8 @@ class Recipe:
     build_method: Callable[[nn.Module, Optimizer, Tensor], Method]
     """From the network, its optimizer and an example of its input."""
     loss: Loss
+    scoring: Scoring = field(default_factory=Scoring)
+    """What is told of the network on the test split."""
     gate: str
     """The loss the method looks at: the epoch's mean ("train"), its last minibatch ("batch"), held-out ("valid")."""
     epochs: int

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rlsprune.app.config.metrics import METRICS, Metric
 from rlsprune.app.run.counting import percent, total
 from rlsprune.app.run.earlier import in_todays_words
 from rlsprune.app.run.method import Retained
+from rlsprune.app.run.scores import Scored
 from rlsprune.model.cost import ratio_quartiles
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.event import PruneEvent
-from rlsprune.training.loop import Evaluation
 
 __all__ = ["Record", "health_rows", "layer_rows", "mean_image", "speedup_row", "tail", "total_percent"]
 
@@ -27,32 +28,40 @@ _MEASURED_INPUTS = 5000  # eigenvalues of so large a P take half a minute, of on
 
 
 class Record:
-    """The metrics and events of a run so far, in the form in which they stand in its files."""
+    """The metrics and events of a run so far, in the form in which they stand in its files.
 
-    def __init__(self) -> None:
+    Args:
+        metric: The score that counts.
+    """
+
+    def __init__(self, metric: Metric = METRICS["accuracy"]) -> None:
+        self.metric = metric
         self.metrics: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
 
-    def add_event(self, epoch: int, event: PruneEvent, before: Evaluation, after: Evaluation) -> dict[str, Any]:
+    def add_event(self, epoch: int, event: PruneEvent, before: Scored, after: Scored) -> dict[str, Any]:
         """Adds an event that happened at an epoch's end."""
+        name = self.metric.name
+        recovered = self.metric.at_least_as_good(after.scores[name], before.scores[name])
         line = {
             "epoch": epoch,
             "kind": event.kind,
             "loss": event.loss,
-            "accuracy_before": before.accuracy,
-            "accuracy_after": after.accuracy,
-            "epochs_to_recover": 0 if after.accuracy >= before.accuracy else None,
+            f"{name}_before": before.scores[name],
+            f"{name}_after": after.scores[name],
+            "epochs_to_recover": 0 if recovered else None,
             "layers": [{"name": name, "before": old, "after": new} for name, old, new in event.layers],
         }
         self.events.append(line)
         return line
 
     def add_epoch(self, metrics: dict[str, Any]) -> None:
-        """Adds an epoch's line, and notes which events its accuracy has made up for."""
+        """Adds an epoch's line, and notes which events its score has made up for."""
         self.metrics.append(metrics)
         for event in self.events:
             waited = metrics["epoch"] - event["epoch"]
-            recovered = metrics["accuracy"] >= event["accuracy_before"]
+            name = self.metric.name
+            recovered = self.metric.at_least_as_good(metrics[name], event[f"{name}_before"])
             if event["epochs_to_recover"] is None and waited > 0 and recovered:
                 event["epochs_to_recover"] = waited
 

@@ -56,6 +56,10 @@ class Share:
         """Every so many-th batch."""
         return iter(batches) if self.ranks is None else islice(batches, self.ranks.rank, None, self.ranks.size)
 
+    def gathered(self, values: list[T]) -> list[T]:
+        """Those of all ranks."""
+        return values if self.ranks is None else [value for part in self.ranks.gather(values) for value in part]
+
     def totals(self, values: list[float]) -> list[float]:
         """Each value summed over the ranks."""
         return (

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlsprune.app.config.metrics import METRICS
 from rlsprune.app.run.observer import Observer
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ _SCALARS = {
     "loss/test": "test_loss",
     "loss/gate": "gate_loss",
     "loss/gate level": "gate_level",
-    "accuracy": "accuracy",
     "retained/weights %": "weights_percent",
     "retained/FLOPs %": "flops_percent",
     "seconds per epoch": "seconds",
@@ -59,7 +59,8 @@ class TensorBoardObserver(Observer):
         if self._writer is None:
             return
         epoch = metrics["epoch"]
-        for tag, key in _SCALARS.items():
+        scores = {name: name for name in METRICS if name in metrics}
+        for tag, key in {**_SCALARS, **scores}.items():
             if metrics.get(key) is not None:
                 self._writer.add_scalar(tag, metrics[key], epoch)
         for name, count in counts.items():
