@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,6 +93,17 @@ def test_lightning_ends_in_a_smaller_network_that_onnxruntime_runs(
     outputs = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
     with torch.no_grad():
         assert np.allclose(outputs, module.eval()(inputs).numpy(), atol=1e-5)
+
+
+def test_the_loggers_of_lightning_show_the_size(tmp_path: Path) -> None:
+    used = trainer(tmp_path, 4, PruneCallback(**SETTINGS))
+    used.logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    used.fit(Classifier(), batches())
+    with (Path(used.logger.log_dir) / "metrics.csv").open(newline="") as file:
+        sizes = [float(row["rlsprune_parameters"]) for row in csv.DictReader(file) if row["rlsprune_parameters"]]
+    assert len(sizes) == 4
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
 
 
 def test_gate_is_the_mean_training_loss(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_help_and_readme_tell_the_exit_codes(capsys: pytest.CaptureFixture[str])
         ("re", {"report"}),
         ("run digits", {"digits-fnn"}),
         ("run --method rls", {"rls", "rls-paper"}),
-        ("run --tens", {"--tensorboard"}),
+        ("run --log", {"--logger"}),
         ("compare mnist-fnn --methods rls,l1", {"rls,l1-norm"}),
     ],
 )

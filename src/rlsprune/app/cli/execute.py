@@ -30,7 +30,8 @@ class Shown:
     quiet: bool
     as_json: bool = False
     """The summary and nothing else."""
-    tensorboard: bool = False
+    loggers: tuple[str, ...] = ()
+    """Where the run is logged, too: some of `LOGGERS`."""
 
     @property
     def hidden(self) -> bool:
@@ -62,7 +63,7 @@ def execute(
     folder = folders.open_folder(path)
     finished = folder.finished
     try:
-        summary = train(folder, observer(shown.hidden, path / "tensorboard" if shown.tensorboard and leads() else None))
+        summary = train(folder, observer(shown.hidden, shown.loggers if leads() else (), path))
     except KeyboardInterrupt:
         if folder.started:
             say(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)

@@ -29,7 +29,7 @@ EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a s
 `rlsprune fit nets.py:mlp --data houses.csv --label price --baseline` (and the unpruned network beside it) ·
 `rlsprune fit --resume runs/build_model-photos-seed0`"""
 
-_WITH_RESUME = {"resume", "device", "on_fault", "tensorboard", "quiet", "as_json"}
+_WITH_RESUME = {"resume", "device", "on_fault", "logger", "quiet", "as_json"}
 _RATES = "; ".join(f"{name} {scratch:g}, with --weights {tuned:g}" for name, (scratch, tuned) in LEARNING_RATES.items())
 _RATES += f"; rls with batch norm {BATCH_NORM_RATE:g}"
 
@@ -165,12 +165,12 @@ def fit(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own settings.")
     ] = None,
-    tensorboard: options.TensorBoard = False,
+    logger: options.Logger = None,
     quiet: options.Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Train your own network and prune it while it trains; get the small model, its ONNX file and a report."""
-    shown = Shown(quiet=quiet, as_json=as_json, tensorboard=tensorboard)
+    shown = Shown(quiet=quiet, as_json=as_json, loggers=options.loggers(logger))
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
         _execute(_resumed(resume, device, on_fault), resume, shown)

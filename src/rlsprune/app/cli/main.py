@@ -22,8 +22,11 @@ NO_DATA = 3  # a data set is missing or damaged
 DIVERGED = 4  # numbers that are not finite
 INTERRUPTED = 130
 
-_EXTRA = {"typer", "rich", "click", "matplotlib", "jinja2", "markupsafe", "tensorboard"}
-_REMEDY = 'pip install "rlsprune[cli]"'  # pip takes the extra of the version that is installed, from wherever it came
+_EXTRA = {
+    **dict.fromkeys(("typer", "rich", "click", "matplotlib", "jinja2", "markupsafe", "tensorboard"), "cli"),
+    **dict.fromkeys(("mlflow", "wandb"), "loggers"),
+}
+"""The extra that a package is in."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,14 +72,16 @@ def _answer(given: Sequence[str]) -> str | None:
     return (
         f"rlsprune {rlsprune.__version__}: {ABOUT}\n\n"
         "Its commands need packages that are not installed. Install them with\n\n"
-        f"    {_REMEDY}\n\n"
+        '    pip install "rlsprune[cli]"\n\n'
         "and `rlsprune --help` tells more. The library (`import rlsprune`) works without them.\n"
     )
 
 
 def _explain(error: Exception, debug: bool) -> int:
     if _needs_extra(error):
-        return _say(f"{error.name} is not installed: run `{_REMEDY}`", USAGE)
+        extra = _EXTRA[(error.name or "").partition(".")[0]]
+        # pip takes the extra of the version that is installed, from wherever it came
+        return _say(f'{error.name} is not installed: run `pip install "rlsprune[{extra}]"`', USAGE)
     message = str(error) or type(error).__name__
     # By module and name: the classes themselves would have to be imported, and torch with them.
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from rlsprune.app.config.base import GATES, OPTIMIZERS
+from rlsprune.app.config.base import GATES, OPTIMIZERS, check_choice
 from rlsprune.app.config.losses import LOSSES_OF
 from rlsprune.app.config.recipes import RECIPES
 from rlsprune.app.config.settings import ON_FAULT, OURS, TARGETS
 from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
+from rlsprune.app.run.loggers import LOGGERS
 
 
 def _choices(names: tuple[str, ...]) -> str:
@@ -191,10 +192,26 @@ Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="How many runs to
 Seed = Annotated[int, typer.Option("--seed", help="The seed of initialisation and shuffling.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas. Each makes a run.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for the results.")]
-TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="Write curves and histograms for TensorBoard into the run's folder.")
+Logger = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logger",
+        help=f"Log the run to one of {', '.join(LOGGERS)} as well; may be given several times.",
+        autocompletion=completing(LOGGERS),
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+
+
+def loggers(given: list[str] | None) -> tuple[str, ...]:
+    """The loggers that were asked for, each once.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    for name in given or ():
+        check_choice("logger", name, LOGGERS)
+    return tuple(dict.fromkeys(given or ()))
 
 
 def _training(

@@ -25,7 +25,7 @@ EXAMPLES = """Examples: `rlsprune run` (the embedded digits, about a minute) ·
 `rlsprune run --resume runs/digits-fnn-rls-seed0` ·
 `torchrun --nproc-per-node 2 -m rlsprune run` (each process takes its share of every batch)"""
 
-_WITH_RESUME = {"resume", "device", "on_fault", "data_dir", "tensorboard", "quiet", "as_json"}
+_WITH_RESUME = {"resume", "device", "on_fault", "data_dir", "logger", "quiet", "as_json"}
 
 
 @options.with_training
@@ -48,12 +48,12 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own settings.")
     ] = None,
-    tensorboard: options.TensorBoard = False,
+    logger: options.Logger = None,
     quiet: options.Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Train a network and prune it while it trains."""
-    shown = Shown(quiet=quiet, as_json=as_json, tensorboard=tensorboard)
+    shown = Shown(quiet=quiet, as_json=as_json, loggers=options.loggers(logger))
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
         of_fit = f"go on with `rlsprune fit --resume {resume}`"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["LineObserver", "describe", "name_run", "observer", "status"]
 
 
-def observer(quiet: bool, tensorboard: Path | None = None) -> Observer:
-    """What suits the place where standard output goes; with a folder, for TensorBoard too."""
-    if tensorboard is not None:
-        from rlsprune.app.run.tensorboard import TensorBoardObserver
+def observer(quiet: bool, loggers: Sequence[str] = (), folder: Path | None = None) -> Observer:
+    """What suits the place where standard output goes; with loggers, for these too, of the run in that folder."""
+    if loggers and folder is not None:
+        from rlsprune.app.run.loggers import make_logger
 
-        return Observers(observer(quiet), TensorBoardObserver(tensorboard))
+        return Observers(observer(quiet), *(make_logger(name, folder) for name in loggers))
     if quiet:
         return Observer()
     if not sys.stdout.isatty():
