@@ -347,7 +347,7 @@ class ChannelSoftmax(nn.Module):
 
 
 class UnevenSplit(nn.Module):
-    """Halves of one layer's channels that are read by different layers: ``chunk`` works only while they are equal."""
+    """Halves of one layer's channels that are read by different layers: ``chunk`` needs them to be equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ ZOO: dict[str, Specimen] = {
         {"stem.0": 6, "blocks.0.expand.0": 12, "blocks.1.expand.0": 12, "blocks.1.project.0": 8},
         ("fc",),
     ),
-    "shufflenet": Specimen(shufflenet, _IMAGE, {"blocks.0.inner": 5, "blocks.1.inner": 5}, ("stem.0", "fc")),
+    "shufflenet": Specimen(shufflenet, _IMAGE, {"stem.0": 2, "blocks.0.inner": 5, "blocks.1.inner": 5}, ("fc",)),
     "squeeze-excite": Specimen(
         squeeze_excite,
         _IMAGE,
@@ -425,9 +425,9 @@ ZOO: dict[str, Specimen] = {
     "conv3d": Specimen(conv3d, (2, 2, 4, 4, 4), {"0": 6, "4": 5}, ("7",)),
     "vit": Specimen(VisionTransformer, _IMAGE, {"fc1": 16}, ("patch", "head")),
     "gated": Specimen(Gated, _IMAGE, {"conv": 6}, ("fc",)),
-    "channels-last-flatten": Specimen(ChannelsLastFlatten, _IMAGE, {"fc1": 9}, ("conv", "fc2")),
+    "channels-last-flatten": Specimen(ChannelsLastFlatten, _IMAGE, {"conv": 6, "fc1": 9}, ("fc2",)),
     "channel-softmax": Specimen(ChannelSoftmax, _IMAGE, {"mix": 7}, ("conv", "fc")),
-    "uneven-split": Specimen(UnevenSplit, _IMAGE, {"left": 6}, ("conv", "conv[1]", "fc")),
+    "uneven-split": Specimen(UnevenSplit, _IMAGE, {"conv": 4, "left": 6}, ("fc",)),
 }
 
 

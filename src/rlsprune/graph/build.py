@@ -8,16 +8,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rlsprune.graph.groups import ChannelGraph, Group, Member
+from rlsprune.graph.labelling import Labelling
 from rlsprune.graph.layers import unprunable
 from rlsprune.graph.observe import Call, Observation, RawInput, observe
 from rlsprune.graph.trace import trace_groups
 from rlsprune.graph.verify import verify_groups
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
-from rlsprune.model.modes import preserved
+from rlsprune.model.modes import plain_attention, preserved
 
 
 def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterable[str] = ()) -> ChannelGraph:
@@ -44,27 +44,27 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
     ignored = _expand(model, ignore)
     call = Call.of(example_inputs)
     with uninterrupted(), preserved(model):
-        seen = observe(model, call)
+        call, labelling, seen = _run(model, call)
         inputs, raw = _input_groups(model, seen, ignored)
-        drafts, skipped = trace_groups(model, call, seen, ignored)
-        groups, failed = verify_groups(model, _of_few(model, call), [*inputs, *drafts], seen.order)
+        drafts, skipped = trace_groups(labelling, seen, ignored)
+        groups, failed = verify_groups(model, call, [*inputs, *drafts], labelling.order)
     return ChannelGraph(groups, {**raw, **skipped, **failed})
 
 
-def _of_few(model: nn.Module, call: Call) -> Call:
-    """The call with the first two of a batch of many, if the network runs on them."""
-    sizes = {len(leaf) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor) and leaf.ndim}
-    if len(sizes) != 1 or max(sizes) <= 2:
-        return call
-    few = Call(
-        *tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) and leaf.ndim else leaf, (call.args, call.kwargs))
-    )
-    try:
-        with torch.no_grad():
-            model(*few.args, **few.kwargs)
-    except Exception:
-        return call
-    return few
+def _run(model: nn.Module, call: Call) -> tuple[Call, Labelling, Observation]:
+    """Run the network once, on the first two of a batch of many if that works, and see where channels go."""
+    for example in (call.of_few(), call):
+        labelling = Labelling(model)
+        try:
+            with plain_attention():
+                seen, output = observe(model, example, labelling.following(model))
+        except ValueError:
+            if example is call:
+                raise
+            continue
+        labelling.finish(output)
+        return example, labelling, seen
+    raise AssertionError
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

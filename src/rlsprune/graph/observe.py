@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
@@ -33,6 +33,14 @@ class Call:
     def of(cls, example_inputs: ExampleInputs) -> Call:
         """A tensor is the only argument, a tuple or list the arguments, a mapping the keyword arguments."""
         return cls(*as_call(example_inputs))
+
+    def of_few(self) -> Call:
+        """The same with the first two of a batch of more; itself if it has no more, or no batch dimension is seen."""
+        given = (self.args, self.kwargs)
+        sizes = {len(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.ndim}
+        if len(sizes) != 1 or max(sizes) <= 2:
+            return self
+        return Call(*tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) and leaf.ndim else leaf, given))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every floating-point tensor among the arguments: ``input`` if it is the sole argument, or ``input[key]``."""
@@ -62,21 +70,26 @@ class RawInput:
 class Observation:
     """What one run showed."""
 
-    order: dict[nn.Module, int]
-    """Module → position of its first call."""
     calls: dict[nn.Module, int]
     sources: dict[nn.Module, nn.Module]
     """Module → the module whose output it was first called with, where that is one."""
     inputs: dict[str, RawInput]
 
 
-def observe(model: nn.Module, call: Call) -> Observation:
+def observe(model: nn.Module, call: Call, following: AbstractContextManager[None]) -> tuple[Observation, Any]:
     """Run the network once and watch.
+
+    Args:
+        model: The network.
+        call: How to call it.
+        following: What else watches the run.
+
+    Returns:
+        What was seen, and what the network returned.
 
     Raises:
         ValueError: if the network cannot run on these inputs.
     """
-    order: dict[nn.Module, int] = {}
     calls: dict[nn.Module, int] = {}
 
     sources: dict[nn.Module, nn.Module] = {}
@@ -84,7 +97,6 @@ def observe(model: nn.Module, call: Call) -> Observation:
     made: dict[int, tuple[nn.Module, Tensor]] = {}
 
     def enter(module: nn.Module, args: Any) -> None:
-        order.setdefault(module, len(order))
         calls[module] = calls.get(module, 0) + 1
         if args and id(args[0]) in made:
             sources.setdefault(module, made[id(args[0])][0])
@@ -96,7 +108,7 @@ def observe(model: nn.Module, call: Call) -> Observation:
     raw = call.named_tensors()
     watch = _RawInputs(model, raw)
     # Without gradients, hooks that watch the training (ours, say) do not take part and are not taken for readers.
-    with torch.no_grad(), hooked(model.modules(), enter, leave), watch:
+    with torch.no_grad(), hooked(model.modules(), enter, leave), watch, following:
         try:
             output = model(*call.args, **call.kwargs)
         except Exception as error:
@@ -105,7 +117,7 @@ def observe(model: nn.Module, call: Call) -> Observation:
             ) from error
     for tensor in output_tensors(output):
         watch.note(tensor, "the network's output")
-    return Observation(order, calls, sources, watch.seen)
+    return Observation(calls, sources, watch.seen), output
 
 
 @contextmanager

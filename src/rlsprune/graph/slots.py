@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from rlsprune.graph.groups import Axis
-from rlsprune.graph.layers import axis_of, unprunable
+from rlsprune.graph.layers import Side, axis_of, unprunable
+
+Place = tuple[str, Side, int | None]
+"""One side of one layer; for a parameter that stands by itself, its name and one of its dimensions."""
 
 
 @dataclass
 class Slots:
     """Disjoint sets of channels (union-find); a channel of one side of one layer is a slot."""
 
-    start: dict[Axis, int] = field(default_factory=dict)
-    sizes: dict[Axis, int] = field(default_factory=dict)
-    owner: dict[Axis, tuple[nn.Module, int | None]] = field(default_factory=dict)
-    """Axis → its layer; for a parameter that stands by itself, the module that owns it and the dimension."""
-    reached: set[int] = field(default_factory=set)
-    readings: dict[Axis, list[tuple[int, int]]] = field(default_factory=dict)
+    start: dict[Place, int] = field(default_factory=dict)
+    sizes: dict[Place, int] = field(default_factory=dict)
+    owner: dict[Place, nn.Module] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     trouble: dict[int, str] = field(default_factory=dict)
     """Slot → why it has to stay."""
+    grids: list[Tensor] = field(default_factory=list)
+    """Channels that were laid out as rows and columns, and have to stay a rectangle."""
 
-    def add(self, axis: Axis, size: int, module: nn.Module, dim: int | None = None) -> int:
-        """Number the channels of an axis, once; returns the number of its first."""
-        if axis not in self.start:
-            self.start[axis] = len(self.parent)
-            self.sizes[axis] = size
-            self.owner[axis] = (module, dim)
+    def add(self, place: Place, size: int, module: nn.Module) -> Tensor:
+        """Number the channels of a place, once; returns their numbers."""
+        if place not in self.start:
+            self.start[place] = len(self.parent)
+            self.sizes[place] = size
+            self.owner[place] = module
             self.parent.extend(range(len(self.parent), len(self.parent) + size))
-        return self.start[axis]
+        return self.numbers(place)
+
+    def numbers(self, place: Place) -> Tensor:
+        """The slots of a place, in order."""
+        return torch.arange(self.start[place], self.start[place] + self.sizes[place])
 
     def find(self, slot: int) -> int:
         """The representative of the set that this slot is in."""
@@ -42,30 +48,43 @@ class Slots:
 
     def tie(self, one: int, other: int) -> None:
         """These two go together."""
-        low, high = sorted((self.find(one), self.find(other)))
-        self.parent[high] = low
+        one, other = self.find(one), self.find(other)
+        self.parent[max(one, other)] = min(one, other)
 
-    def read(self, axis: Axis, channel: int, by: int) -> None:
-        """A linear layer reads this; where the channels lie is settled when all of its inputs are known."""
-        self.readings.setdefault(axis, []).append((channel, by))
+    def tie_all(self, ones: Tensor, others: Tensor) -> None:
+        """Each of these goes with its counterpart; −1 is no channel."""
+        pairs = torch.stack([ones.reshape(-1), others.reshape(-1)])
+        pairs = pairs[:, (pairs[0] != pairs[1]) & (pairs >= 0).all(0)]
+        if pairs.shape[1] > 4096:
+            pairs = torch.unique(pairs, dim=1)
+        for one, other in zip(*pairs.tolist(), strict=True):
+            self.tie(one, other)
 
-    def settle_readings(self) -> None:
-        """Tie what linear layers read; behind a flatten that went unseen, a channel is a run of inputs."""
-        for axis, pairs in self.readings.items():
-            start, size = self.start[axis], self.sizes[axis]
-            known = len({channel for channel, _ in pairs})
-            complete = known == 1 + max(channel for channel, _ in pairs)
-            run = size // known if complete and size % known == 0 else 1
-            for channel, slot in pairs:
-                for place in range(channel * run, (channel + 1) * run):
-                    self.tie(slot, start + place)
+    def keep(self, labels: Tensor, why: str) -> None:
+        """These have to stay; the first reason given counts."""
+        for slot in torch.unique(labels).tolist():
+            if slot >= 0:
+                self.trouble.setdefault(slot, why)
 
-    def units(self) -> dict[int, dict[Axis, list[int]]]:
-        """The sets: representative → axis → channels, ascending."""
-        found: dict[int, dict[Axis, list[int]]] = {}
-        for axis, start in self.start.items():
-            for channel in range(self.sizes[axis]):
-                found.setdefault(self.find(start + channel), {}).setdefault(axis, []).append(channel)
+    def settle(self) -> None:
+        """Rows and columns stay a rectangle: whole rows go or whole columns, by default the same of every row."""
+        changed = True
+        while changed:
+            changed = False
+            for grid in self.grids:
+                sets = torch.tensor([self.find(slot) if slot >= 0 else -1 for slot in grid.flatten().tolist()])
+                sets = sets.view(grid.shape)
+                if not any(_only_along(sets, dim) for dim in range(sets.ndim)):
+                    rows = grid.reshape(-1, grid.shape[-1])
+                    self.tie_all(rows, rows[:1].expand(rows.shape))
+                    changed = True
+
+    def units(self) -> dict[int, dict[Place, list[int]]]:
+        """The sets: representative → place → channels, ascending."""
+        found: dict[int, dict[Place, list[int]]] = {}
+        for place, start in self.start.items():
+            for channel in range(self.sizes[place]):
+                found.setdefault(self.find(start + channel), {}).setdefault(place, []).append(channel)
         return found
 
     def reasons(self) -> dict[int, str]:
@@ -77,32 +96,39 @@ class Slots:
 
     def tie_inside_layers(self) -> None:
         """Grouped convolutions keep equally wide groups, group norms whole groups; odd layers stay whole."""
-        for axis, (module, dim) in self.owner.items():
+        for place, module in self.owner.items():
+            name, side, dim = place
             if dim is not None:
                 continue
-            start = self.start[axis]
-            blocks = axis_of(module, axis[1]).blocks
-            for block in blocks.tolist() if blocks is not None else ():
-                for channel in block[1:]:
-                    self.tie(start + block[0], start + channel)
+            blocks = axis_of(module, side).blocks
+            if blocks is not None:
+                slots = self.start[place] + blocks
+                self.tie_all(slots, slots[:, :1].expand(slots.shape))
             why = unprunable(module)
             if why is not None:
-                self.trouble[start] = f"{axis[0]} cannot be cut: {why}"
-                for channel in range(1, self.sizes[axis]):
-                    self.tie(start, start + channel)
+                whole = self.numbers(place)
+                self.keep(whole, f"{name} cannot be cut: {why}")
+                self.tie_all(whole, whole[:1].expand(whole.shape))
 
     def tie_shared_parameters(self) -> None:
         """A tensor that two layers share is cut for both at once, so its channels go together."""
-        first: dict[tuple[int, int], Axis] = {}
-        for axis, (module, dim) in self.owner.items():
-            slabs = () if dim is not None else axis_of(module, axis[1]).slabs
-            for slab in slabs:
+        first: dict[tuple[int, int], Place] = {}
+        for place, module in self.owner.items():
+            name, side, dim = place
+            for slab in () if dim is not None else axis_of(module, side).slabs:
                 tensor = module._parameters.get(slab.tensor)
                 if tensor is None:
                     continue
-                other = first.setdefault((id(tensor), slab.dim), axis)
-                if other != axis and self.sizes[other] == self.sizes[axis]:
-                    for channel in range(self.sizes[axis]):
-                        self.tie(self.start[other] + channel, self.start[axis] + channel)
-                elif other != axis:
-                    self.trouble[self.start[axis]] = f"{axis[0]} and {other[0]} share {slab.tensor} in different ways"
+                other = first.setdefault((id(tensor), slab.dim), place)
+                if other != place and self.sizes[other] == self.sizes[place]:
+                    self.tie_all(self.numbers(other), self.numbers(place))
+                elif other != place:
+                    self.keep(self.numbers(place), f"{name} and {other[0]} share {slab.tensor} in different ways")
+
+
+def _only_along(sets: Tensor, dim: int) -> bool:
+    """Whether the sets differ along one dimension alone."""
+    first = sets
+    for other in range(sets.ndim):
+        first = first if other == dim else first.narrow(other, 0, 1)
+    return bool((sets == first).all())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from rlsprune.graph.groups import Group
 from rlsprune.graph.layers import axis_of
 from rlsprune.graph.observe import Call
-from rlsprune.graph.trace import dependencies
-from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.calls import ExampleInputs, output_tensors
 from rlsprune.model.modes import preserved
 
 
@@ -42,3 +42,16 @@ def group_norms(model: nn.Module, example_inputs: ExampleInputs, groups: Sequenc
             # A unit of a grouped convolution is several channels of it.
             found.append(scores.detach().cpu()[root.index].sum(1))
     return found
+
+
+def dependencies(model: nn.Module, call: Call) -> Any:
+    """torch-pruning's dependency graph of a network, which runs on the call's arguments."""
+    # Imported here because it is slow to import and only this method needs it.
+    import torch_pruning
+
+    def outputs(*_: Any) -> list[Tensor]:
+        # After one more operation torch-pruning sees an output even where a layer's own result is returned.
+        found = output_tensors(model(*call.args, **call.kwargs))
+        return [tensor * 1 for tensor in found if tensor.grad_fn is not None]
+
+    return torch_pruning.DependencyGraph().build_dependency(model, call.args, forward_fn=outputs, verbose=False)

@@ -1,0 +1,193 @@
+"""One run of the network in which every tensor carries the numbers of its channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlsprune.graph.fields import Labelled, compact, placed, varying
+from rlsprune.graph.layers import axis_of, sides, unprunable
+from rlsprune.graph.observe import hooked
+from rlsprune.graph.rules import FunctionCall, UnknownFunctionError, apply_rule
+from rlsprune.graph.slots import Slots
+from rlsprune.model.calls import output_tensors
+
+__all__ = ["Labelling"]
+
+_NOTHING = Labelled()
+
+
+class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows channels from the layers that make them to those that read them, function by function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.slots = Slots()
+        self.order: dict[nn.Module, int] = {}
+        """Module → when it was first called, or a parameter of it used."""
+        self._names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
+        # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
+        self._known: dict[int, tuple[Tensor, Labelled]] = {}
+        self._owners: dict[int, nn.Module] = {}
+        self._filters: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lone_from = 0
+        self._within: list[nn.Module] = []
+        self._number_layers(model)
+        self.slots.tie_inside_layers()
+        self._number_lone_parameters(model)
+
+    # --- numbering ----------------------------------------------------------------------------------------------------
+
+    def _number_layers(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            tensors = {**module._buffers, **module._parameters}
+            for side in sides(module):
+                axis = axis_of(module, side)
+                numbers = self.slots.add((name, side, None), axis.size, module)
+                for slab in axis.slabs:
+                    tensor = tensors.get(slab.tensor)
+                    if tensor is not None and slab.groups == 1:
+                        self._describe(tensor, slab.dim, numbers)
+                        self._owners.setdefault(id(tensor), module)
+            if isinstance(module, _ConvNd) and isinstance(module._parameters.get("weight"), Tensor):
+                ends = [self.slots.numbers((name, side, None)) for side in sides(module)]
+                self._filters.setdefault(id(module.weight), (ends[0], ends[-1]))
+                self._owners.setdefault(id(module.weight), module)
+
+    def _number_lone_parameters(self, model: nn.Module) -> None:
+        self._lone_from = len(self.slots.parent)
+        for name, module in model.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in self._known or id(parameter) in self._filters:
+                    continue
+                self._owners[id(parameter)] = module
+                full = f"{name}.{own}" if name else own
+                for dim, size in enumerate(parameter.shape):
+                    if size > 1:
+                        numbers = self.slots.add((full, "both", dim), size, module)
+                        self._describe(parameter, dim, numbers)
+                        self.slots.keep(numbers if (why := _obstacle(model, name)) else numbers[:0], str(why))
+
+    def _describe(self, tensor: Tensor, dim: int, numbers: Tensor) -> None:
+        known = self._known.get(id(tensor), (tensor, Labelled([], True)))[1]
+        if tensor.shape[dim] == len(numbers) and not any(dim in varying(labels) for labels in known.fields):
+            self._known[id(tensor)] = (tensor, Labelled([*known.fields, placed(numbers, dim, tensor.shape)], True))
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Within it, what the model runs is followed."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._within.append(module)
+            self.order.setdefault(module, len(self.order))
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            while self._within and self._within.pop() is not module:
+                pass
+
+        with hooked(model.modules(), enter, leave), self:
+            yield
+
+    def finish(self, output: Any) -> None:
+        """What the network returns keeps its channels."""
+        for tensor in output_tensors(output):
+            for labels in self._labels_of(tensor).fields:
+                self.slots.keep(compact(labels), "its channels reach the network's output")
+        self.slots.settle()
+        self.slots.tie_shared_parameters()
+        self._known.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) in self._known]
+        if read:
+            for tensor in read:
+                owner = self._owners.get(id(tensor))
+                if owner is not None:
+                    self.order.setdefault(owner, len(self.order))
+            self._follow(func, args, kwargs, result, read)
+        return result
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, read: list[Tensor]
+    ) -> None:
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        name = func._schema.name.partition("::")[2]
+        if not results:
+            return
+        name = name.removesuffix("_") if func._schema.is_mutable else name
+        module = self._within[-1] if self._within else None
+        operation = FunctionCall(
+            name,
+            func,
+            args,
+            kwargs,
+            _bound(func, args, kwargs),
+            results,
+            self._names.get(module, "") or "the network",
+            self.slots,
+            self._labels_of,
+            self._is_lone,
+            lambda weight: self._filters.get(id(weight)),
+            self._norm(module),
+            unprunable(module) if module is not None else None,
+        )
+        if isinstance(module, nn.RNNBase):
+            for tensor in read:
+                operation.keep(self._labels_of(tensor).fields, "is a recurrent layer, whose widths stay")
+            return
+        try:
+            made = apply_rule(operation)
+        except Exception as error:
+            # Whatever a function does that no rule foresees, the channels that go into it stay.
+            unknown = isinstance(error, UnknownFunctionError)
+            why = (
+                f"uses it in {name.strip('_')}, which is not understood" if unknown else f"uses it in {name.strip('_')}"
+            )
+            for tensor in read:
+                operation.keep(self._labels_of(tensor).fields, why)
+            made = []
+        for tensor in results:
+            self._known.pop(id(tensor), None)
+        for tensor, labels in zip(results, made, strict=False):
+            if labels.fields and tensor.numel():
+                self._known[id(tensor)] = (tensor, labels)
+
+    def _labels_of(self, tensor: Any) -> Labelled:
+        return self._known[id(tensor)][1] if id(tensor) in self._known else _NOTHING
+
+    def _is_lone(self, labels: Tensor) -> bool:
+        return int(compact(labels).max()) >= self._lone_from
+
+    def _norm(self, module: nn.Module | None) -> Tensor | None:
+        if module is None or sides(module) != ("both",):
+            return None
+        return self.slots.numbers((self._names[module], "both", None))
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    schema = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return {
+        argument.name: kwargs.get(argument.name, given.get(argument.name, argument.default_value))
+        for argument in schema
+    }
+
+
+def _obstacle(model: nn.Module, name: str) -> str | None:
+    """Why a parameter that makes up the weight of a layer cannot be cut."""
+    layer_name = name.partition(".parametrizations.")[0] if ".parametrizations." in f"{name}." else name
+    layer = model.get_submodule(layer_name)
+    why = unprunable(layer) if sides(layer) else None
+    return why and f"{layer_name} cannot be cut: {why}"
