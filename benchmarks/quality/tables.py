@@ -12,6 +12,7 @@ import argparse
 import time
 from pathlib import Path
 
+from rlsprune.app.experiments.registry import METHODS
 from rlsprune.app.tables.draw import draw
 from rlsprune.app.tables.plan import TABLES
 from rlsprune.app.tables.queue import TableQueue
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
     parser.add_argument("--limit", type=int, help="run so many cells of a table at most")
     parser.add_argument("--retry", action="store_true", help="also what failed before")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="only these")
     parser.add_argument("--data-dir")
     parser.add_argument("--no-verify", action="store_true", help="read data files whose checksum is another")
     parser.add_argument("--runs", type=Path, default=Path("runs/tables"))
@@ -44,6 +46,7 @@ def main() -> None:
             machine=machine,
             say=lambda text: print(time.strftime("%H:%M:%S"), text, flush=True),
             limit=options.limit,
+            methods=options.methods,
             retry=options.retry,
         )
         if options.what == "tune":

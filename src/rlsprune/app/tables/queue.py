@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class TableQueue:
         machine: The fields of configs that depend on the machine: `data_dir`, `verify`, `threads`, `device`.
         say: Told what has been done.
         limit: Cells to run at most; None for all.
+        methods: Those to tune and run; None for all of the table's.
         retry: Also what failed before is tried again.
         runner: Where runs are executed; None for processes on this machine.
     """
@@ -69,7 +70,7 @@ class TableQueue:
 
     def tune(self) -> None:
         """Makes the trials that are missing, as many for every method."""
-        for way in self.table.ways():
+        for way in self._asked(self.table.ways()):
             default = rate_of(self.table.experiment, way.method, way.optimizer)
             one_shot = way.method in ONE_SHOT
             for choice in self.tuning.failed(way) if self.retry else ():
@@ -85,8 +86,8 @@ class TableQueue:
         """Runs the cells that are missing, cheapest first."""
         tuning = self.tuning
         kept = self.kept
-        again = [cell for cell in self.table.cells() if self.retry and kept.failure(cell) is not None]
-        cells = [cell for cell in self.table.cells() if cell in again or not kept.done(cell)]
+        again = [cell for cell in self._asked(self.table.cells()) if self.retry and kept.failure(cell) is not None]
+        cells = [cell for cell in self._asked(self.table.cells()) if cell in again or not kept.done(cell)]
         runs = {}
         for cell in cells[: self.limit]:
             config = self._in_time(cell, tuning.best(cell))
@@ -95,6 +96,9 @@ class TableQueue:
             else:
                 runs[cell] = self._planned(cell, config, self.runs / self.name)
         self._run(runs, jobs, self._note)
+
+    def _asked(self, cells: Iterable[Cell]) -> list[Cell]:
+        return [cell for cell in cells if self.methods is None or cell.method in self.methods]
 
     def _in_time(self, cell: Cell, choice: Tuned) -> RunConfig | None:
         """A cell's config, with the time of `rls` if the table has that; None if that is not known yet."""
