@@ -50,6 +50,7 @@ class TableQueue:
     machine: dict[str, Any]
     say: Say = print
     limit: int | None = None
+    methods: Collection[str] | None = None
     retry: bool = False
     runner: Runner | None = None
 
