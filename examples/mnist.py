@@ -1,14 +1,18 @@
 """MNIST: a network trains, and loses nine tenths of its weights on the way.
 
-    python examples/mnist.py --data DIR        # the folder of MNIST's four idx files, plain or gzipped
-    python examples/mnist.py --epochs 10       # made-up images, in seconds
+    python examples/mnist.py                            # downloads MNIST (12 MB) to data/mnist if it is not there
+    python examples/mnist.py --made-up --epochs 10      # made-up images, in seconds
 
-With --data and seed 0 it prints: 130,221 of 1,333,770 parameters (9.8%), 99.18 % accuracy, 131 s of processor time.
+One run takes about a minute of one core (53 to 57 s of processor time) and leaves 130,221 of 1,333,770 parameters.
+Seeds 0, 1 and 2 end at 99.10, 99.21 and 99.20 % accuracy: the row "rls, 9.7 % of the weights" of the README. Another
+machine or number of threads rounds otherwise, which changes the last digits.
 """
 
 import argparse
 import gzip
+import os
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 import rlsprune
+
+MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 
 
 def build_model() -> nn.Sequential:
@@ -30,13 +36,26 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - nn.functional.one_hot(labels, 10)).square().sum(1).mean() / 2
 
 
+def find(folder: Path, name: str) -> bytes:
+    """What an idx file holds: plain, gzipped, or downloaded now."""
+    if folder.joinpath(name).exists():
+        return folder.joinpath(name).read_bytes()
+    packed = folder / f"{name}.gz"
+    if not packed.exists():
+        print(f"Downloading {MIRROR}{packed.name} to {folder}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(MIRROR + packed.name, timeout=60) as answer:
+            content = answer.read()
+        gzip.decompress(content)  # raises, before anything is kept, if it did not come whole
+        packed.write_bytes(content)
+    return gzip.decompress(packed.read_bytes())
+
+
 def read(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     """Images (N, 28, 28) between 0 and 1, and labels. An idx file has 16 or 8 bytes of header, then one byte each."""
     arrays = []
     for name, header in ((f"{part}-images-idx3-ubyte", 16), (f"{part}-labels-idx1-ubyte", 8)):
-        path = folder / name
-        content = path.read_bytes() if path.exists() else gzip.decompress(folder.joinpath(f"{name}.gz").read_bytes())
-        arrays.append(torch.from_numpy(np.frombuffer(content, np.uint8)[header:].copy()))
+        arrays.append(torch.from_numpy(np.frombuffer(find(folder, name), np.uint8)[header:].copy()))
     return arrays[0].view(-1, 28, 28) / 255, arrays[1].long()
 
 
@@ -100,13 +119,15 @@ def train(images: Tensor, labels: Tensor, epochs: int, seed: int) -> nn.Module:
 def main(arguments: list[str] | None = None) -> nn.Module:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="the folder of MNIST's files; default: made-up images")
+    folder = Path(os.environ.get("RLSPRUNE_DATA", "data"), "mnist")
+    parser.add_argument("--data", type=Path, default=folder, help="the folder of MNIST's files, plain or gzipped")
+    parser.add_argument("--made-up", action="store_true", help="made-up images instead of MNIST")
     parser.add_argument("--epochs", type=int, default=28)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="mnist.safetensors")
     options = parser.parse_args(arguments)
     parts = (("train", 1500), ("t10k", 500))
-    train_set, test_set = (read(options.data, part) if options.data else made_up(count) for part, count in parts)
+    train_set, test_set = (made_up(count) if options.made_up else read(options.data, part) for part, count in parts)
     small = train(*train_set, options.epochs, options.seed)
     before, after = (sum(p.numel() for p in network.parameters()) for network in (build_model(), small))
     print(f"{after:,} of {before:,} parameters ({after / before:.1%}), {evaluate(small, *test_set)[1]:.2f} % accuracy")

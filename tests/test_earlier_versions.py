@@ -17,7 +17,7 @@ from rlsprune.app.run.folder import RunFolder
 from rlsprune.io.state import load_state
 
 FILES = Path(__file__).parent / "data"
-VERSIONS = ("0.1.0",)
+VERSIONS = sorted(path.name for path in FILES.iterdir())
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 

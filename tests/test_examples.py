@@ -17,7 +17,19 @@ import rlsprune
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
-ALLOWED = {"rlsprune", "torch", "numpy", "argparse", "gzip", "time", "pathlib", "accelerate", "__future__"}
+ALLOWED = {
+    "rlsprune",
+    "torch",
+    "numpy",
+    "argparse",
+    "gzip",
+    "os",
+    "time",
+    "urllib",
+    "pathlib",
+    "accelerate",
+    "__future__",
+}
 
 
 def parameters(model: nn.Module) -> int:
@@ -58,7 +70,7 @@ def test_public_api_alone(name: str) -> None:
 
 @given("mnist")
 def test_mnist(example: object, tmp_path: Path) -> None:
-    small = example.main(["--epochs", "6", "--out", "small"])
+    small = example.main(["--made-up", "--epochs", "6", "--out", "small"])
     images, labels = example.made_up(500)
     check(small, tmp_path / "small", example.build_model(), images.flatten(1), labels, most=0.5)
 
@@ -74,6 +86,19 @@ def test_mnist_reads_its_files(example: object, tmp_path: Path) -> None:
         pixels, labels = example.read(tmp_path, part)
         assert torch.equal((255 * pixels).round(), torch.from_numpy(images).float())
         assert labels.tolist() == list(range(7))
+
+
+@given("mnist")
+def test_mnist_downloads_what_is_missing(example: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, folder = tmp_path / "served", tmp_path / "data" / "mnist"
+    served.mkdir()
+    served.joinpath("whole.gz").write_bytes(example.gzip.compress(b"content"))
+    served.joinpath("cut.gz").write_bytes(example.gzip.compress(b"content")[:-3])
+    monkeypatch.setattr(example, "MIRROR", f"{served.as_uri()}/")
+    assert example.find(folder, "whole") == b"content"
+    with pytest.raises(EOFError):
+        example.find(folder, "cut")
+    assert [path.name for path in folder.iterdir()] == ["whole.gz"]
 
 
 @given("mnist")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import re
 import shlex
@@ -19,11 +20,16 @@ from rlsprune.app.cli.main import main
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(?:^<!-- (runs|file: \S+) -->\n)?^```(python|sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(?:^<!-- (runs|file: \S+|needs \S+) -->\n)?^```(python|sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 
 
 def blocks(page: Path, *kinds: str) -> list[tuple[str, str, str]]:
-    """Note, kind and text of the page's blocks. The note: commands are to be run here, or the block is a file."""
+    """Note, kind and text of the page's blocks.
+
+    The note: commands are to be run here, the block is a file, or it needs a package that the tests do not install.
+    """
     found: list[tuple[str, str, str]] = BLOCK.findall(page.read_text(encoding="utf-8"))
     return [block for block in found if block[1] in kinds]
 
@@ -61,6 +67,10 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         with contextlib.redirect_stdout(printed):
             if note.startswith("file: "):
                 Path(note.removeprefix("file: ")).write_text(text, encoding="utf-8")
+            elif note.startswith("needs "):
+                compile(text, str(page), "exec")
+                if importlib.util.find_spec(note.removeprefix("needs ")):
+                    exec(text.replace('weights="DEFAULT"', "weights=None").replace("224, 224", "64, 64"), names)
             elif kind == "python":
                 exec(compile(text, str(page), "exec"), names)
             elif note == "runs":

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RUNS = DOCS / "results"
 RECORDS = sorted(path for path in (DOCS / "records").glob("*.md") if path.name != "index.md")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
 
 
@@ -40,7 +41,7 @@ def test_record_can_be_run_again(record: Path) -> None:
     assert list(given)[:4] == ["claim", "date", "seeds", "machine"]
     assert given["date"] == record.name[:10]
     text = record.read_text(encoding="utf-8")
-    assert re.search(r"^```sh\n(rlsprune|python -m benchmarks)", text, re.MULTILINE)
+    assert re.search(r"^```sh\n(rlsprune|python -m benchmarks|python examples/)", text, re.MULTILINE)
     named = re.findall(r"`(docs/[^`]+)`", given["files"])
     assert named or given["files"].startswith("none: the benchmark prints")
     for path in named:
@@ -82,6 +83,27 @@ TRAINED = {
 """Name and weights of a row → the runs that it is the mean of."""
 
 
+EXAMPLE = "`examples/mnist.py`"
+
+
+def test_the_row_of_the_example_is_that_of_its_log() -> None:
+    """In the results, and in the README."""
+    log = (RUNS / "mnist-example" / "seeds-0-1-2.log").read_text(encoding="utf-8")
+    accuracies = [float(number) for number in re.findall(r"([\d.]+) % accuracy", log)]
+    mean, deviation = statistics.fmean(accuracies), statistics.stdev(accuracies)
+    (row,) = [row for row in rows(RESULTS) if row[0].startswith(EXAMPLE)]
+    assert row[1:] == ["9.7 %", f"{mean:.2f} ± {deviation:.2f} %", "28", str(len(accuracies))]
+    assert f"| **{mean:.2f} %** with 9.7 % of the weights |" in README
+
+
+def test_numbers_of_the_readme_are_in_the_results() -> None:
+    table = README.split("\n## Results")[1].split("\n## ")[0]
+    numbers = re.findall(r"\d\d\.\d\d(?= %)|\d\d\.\d\d(?= %\*\*)", table)
+    evidence = RESULTS + "".join(path.read_text(encoding="utf-8") for path in RECORDS)
+    assert len(numbers) >= 8
+    assert not [number for number in numbers if number not in evidence]
+
+
 def test_rows_of_results_are_those_of_the_runs() -> None:
     drawn = {}
     for name, pattern in TRAINED.items():
@@ -94,7 +116,7 @@ def test_rows_of_results_are_those_of_the_runs() -> None:
         drawn[name] = [weights, accuracy, str(len(folders[0].read_lines("metrics"))), str(len(folders))]
     shown = {(row[0], row[1]): row[1:] for row in rows(RESULTS) if len(row) == 5}
     assert {name: shown.get(name) for name in drawn} == drawn
-    ours = {name for name in shown if name[0].startswith(("`", "one-shot"))}
+    ours = {name for name in shown if name[0].startswith(("`", "one-shot")) and EXAMPLE not in name[0]}
     assert ours == set(drawn), "a row without runs"
 
 

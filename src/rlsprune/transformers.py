@@ -59,6 +59,13 @@ def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **op
         model: Pruned or not.
         folder: Where it goes; `from_pretrained` reads it.
         **options: Of `model.save_pretrained`.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        >>> save_pretrained(BertForSequenceClassification(BertConfig(**sizes)), "small")
+        >>> type(from_pretrained("small")).__name__
+        'BertForSequenceClassification'
     """
     _note_shape(model)
     model.save_pretrained(folder, **options)

@@ -47,6 +47,16 @@ class Group:
 
     A depthwise convolution is a carrier: it makes each channel from one channel, so it neither mixes units nor counts
     as a layer that makes or reads them, but its weights shrink with them.
+
+    Examples:
+        >>> import torch, rlsprune
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        >>> pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters()), torch.rand(2, 4))
+        >>> inputs, hidden = pruner.groups
+        >>> hidden.name, hidden.size, [member.name for member in hidden.members]
+        ('0', 8, ['0', '1', '2'])
+        >>> inputs.is_input
+        True
     """
 
     name: str

@@ -41,6 +41,13 @@ def save_checkpoint(
         model: The network, wrapped or not.
         optimizer: Any optimizer whose state is tensors and numbers.
         pruner: The pruner, if there is one.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> save_checkpoint("checkpoint", model, torch.optim.AdamW(model.parameters()))
+        >>> sorted(path.name for path in Path("checkpoint").iterdir())
+        ['model.safetensors', 'parts', 'state.safetensors']
     """
     model, path, ranks = unwrap(model), Path(folder), find_ranks(model)
     parts: dict[str, Any] = {}
@@ -87,6 +94,14 @@ def load_checkpoint(
 
     Raises:
         FileError: The checkpoint is damaged, or of another model.
+
+    Examples:
+        >>> import torch
+        >>> model, fresh = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        >>> save_checkpoint("checkpoint", model, torch.optim.AdamW(model.parameters()))
+        >>> load_checkpoint("checkpoint", fresh, torch.optim.AdamW(fresh.parameters()))
+        >>> torch.equal(fresh.weight, model.weight)
+        True
     """
     model, path = unwrap(model), Path(folder)
     state = load_state(path / _STATE)

@@ -58,6 +58,12 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
     Raises:
         ExportError: If the model cannot be traced with a variable batch, or the file computes something else.
         OSError: If the file cannot be written.
+
+    Examples:
+        >>> import torch
+        >>> export_program(torch.nn.Linear(4, 2), torch.rand(1, 4), "small.pt2")
+        >>> torch.export.load("small.pt2").module()(torch.rand(8, 4)).shape
+        torch.Size([8, 2])
     """
     if Path(path).suffix != ".pt2":
         raise ValueError(f"{os.fspath(path)}: programs of torch.export are kept in files that end in .pt2")
@@ -85,6 +91,13 @@ def export_onnx(model: nn.Module, example_inputs: ExampleInputs, path: str | os.
         ImportError: If onnx, onnxscript or onnxruntime is not installed.
         ExportError: If the model cannot be traced with a variable batch, or the file computes something else.
         OSError: If the file cannot be written.
+
+    Examples:
+        >>> import onnxruntime, torch
+        >>> export_onnx(torch.nn.Linear(4, 2), torch.rand(1, 4), "small.onnx")
+        >>> session = onnxruntime.InferenceSession("small.onnx")
+        >>> session.run(None, {session.get_inputs()[0].name: torch.rand(8, 4).numpy()})[0].shape
+        (8, 2)
     """
     runtime = _onnx_runtime()
     with inference(model, example_inputs) as (plain, args, kwargs), plain_attention():

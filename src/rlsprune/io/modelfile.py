@@ -50,11 +50,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
         OSError: If the file cannot be written.
 
     Examples:
-        >>> import tempfile, torch
-        >>> path = tempfile.mkdtemp() + "/small.safetensors"
-        >>> save(torch.nn.Linear(4, 2), path, {"note": "unpruned"})
-        >>> read_metadata(path)["shapes"]["weight"]
-        (2, 4)
+        >>> import torch
+        >>> save(torch.nn.Linear(4, 2), "small.safetensors", {"note": "unpruned"})
     """
     model = unwrap(model)
     tensors, aliases = _distinct(compatibility.named_tensors(model))
@@ -95,6 +92,13 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         ValueError: If the model itself cannot be loaded into.
         OSError: If the file cannot be read.
         RuntimeError: Inside ``torch.inference_mode()``.
+
+    Examples:
+        >>> import torch
+        >>> save(torch.nn.Linear(4, 2), "small.safetensors")
+        >>> model = load("small.safetensors", into=torch.nn.Linear(4, 3))
+        >>> model.out_features
+        2
     """
     refuse_inference_mode("loading")
     model = unwrap(into)
@@ -185,6 +189,13 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileError: If the file is damaged or not ours.
         OSError: If it cannot be read.
+
+    Examples:
+        >>> import torch
+        >>> save(torch.nn.Linear(4, 2), "small.safetensors", {"note": "unpruned"})
+        >>> about = read_metadata("small.safetensors")
+        >>> about["shapes"]["weight"], about["metadata"]
+        ((2, 4), {'note': 'unpruned'})
     """
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
         content, entries = _content(file), file.entries

@@ -28,7 +28,21 @@ class Measures(NamedTuple):
 
 @dataclass(frozen=True)
 class PruneEvent:
-    """One event: what went, and what the network costs before and after. ``print(event)`` shows a table."""
+    """One event: what went, and what the network costs before and after. ``print(event)`` shows a table.
+
+    Examples:
+        >>> import torch, rlsprune
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 4), ratio=0.25, criterion="l1", compensate=False)
+        >>> event = pruner.prune()
+        >>> event.kind, event.params_before, event.params_after
+        ('prune', 49, 37)
+        >>> {change.name: (change.before, change.after) for change in event.layers}["0"]
+        (8, 6)
+        >>> PruneEvent.from_dict(event.to_dict()) == event  # through JSON, say
+        True
+    """
 
     epoch: int
     """How many times ``pruner.step`` had been called."""

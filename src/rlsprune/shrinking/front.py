@@ -22,7 +22,16 @@ Score = Callable[[nn.Module], float]
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A network on the way from the given one to the smallest."""
+    """A network on the way from the given one to the smallest.
+
+    Examples:
+        >>> import torch, rlsprune
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> small = rlsprune.shrink(model, torch.rand(8, 32, 8), target={"params": 0.5})
+        >>> given, smaller = small.front
+        >>> given.params, smaller.params <= 353, smaller.flops < given.flops, smaller.epochs
+        (706, True, True, 0)
+    """
 
     params: int
     flops: int
@@ -41,7 +50,15 @@ class FrontPoint:
 
 @dataclass(frozen=True, eq=False)
 class Shrunk:
-    """What `shrink` gives back."""
+    """What `shrink` gives back. ``print`` shows every size that was tried.
+
+    Examples:
+        >>> import torch, rlsprune
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> small = rlsprune.shrink(model, torch.rand(8, 32, 8), target={"params": 0.5})
+        >>> small.model is model, small.chosen is small.front[-1]
+        (True, True)
+    """
 
     model: nn.Module
     """The network that was given, smaller."""
