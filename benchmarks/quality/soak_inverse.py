@@ -18,7 +18,7 @@ import rlsprune
 from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, load
 from rlsprune.app.models import FNN
-from rlsprune.optim.forms import form_of, initial_entry
+from rlsprune.optim.entries import form_of, initial_entry
 from rlsprune.optim.layer_step import WIND_UP_LIMIT
 
 MEAN_SCALE = 0.1  # k
@@ -56,8 +56,8 @@ def soak(means: Tensor, steps: int, forgetting: float, rank: int | None, scale: 
         x = scale * means[step % len(means)].unsqueeze(0)
         for form in copies:
             own = x.to(form.like.dtype)
-            form.prepare(own, (own.unsqueeze(1), None))
-            form.update_(MEAN_SCALE, forgetting, WIND_UP_LIMIT, None)
+            form.look(own, MEAN_SCALE)
+            form.update_(forgetting, WIND_UP_LIMIT, None)
         if step % max(1, steps // 10) == 0:
             eigenvalues, asymmetry = copies[0].eigenvalues(), copies[0].asymmetry()
             P, exact = (form.dense().double() for form in copies)

@@ -187,7 +187,7 @@ def test_the_fault_named_is_the_first_in_the_network() -> None:
     spoilt = Repeated(3)
     optimizer = rlsprune.RLS(spoilt, lr=0.2)
     steps(spoilt, optimizer, 1)
-    optimizer.state[spoilt.body[4].weight]["inverse"]["M"].mul_(-1e6)
+    optimizer.state[spoilt.body[4].weight]["inverse"]["T"].mul_(1e6)
     with pytest.raises(FloatingPointError, match=r"not positive definite: P of layer 'body\.4'\. Weights"):
         steps(spoilt, optimizer, 1)
 

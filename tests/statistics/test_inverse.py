@@ -93,7 +93,7 @@ def test_rows_give_their_damped_autocorrelation_tile_by_tile(n: int) -> None:
     P = from_rows(rows, DAMPING)
     assert isinstance(P, Autocorrelation)
     expected, _ = forms(rows.double())
-    torch.testing.assert_close(P.A, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(P.A.double(), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(P.A, P.A.mT)
 
 

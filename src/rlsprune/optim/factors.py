@@ -1,13 +1,15 @@
 """P in factors: ``P⁻¹ = β(I + CᵀC)`` with few rows in C, as functions on plain tensors.
 
-Eq. (16) for ``P⁻¹`` is ``β ← λβ`` and one more row ``√(k/β)·x`` in C. With ``M = I + CCᵀ = LLᵀ`` and ``Z = L⁻¹C``,
+Eq. (16) for ``P⁻¹`` is ``β ← λβ`` and one more row ``√(k/β)·x`` in C. With ``I + CCᵀ = LLᵀ``, ``T = L⁻¹`` and
+``Z = TC``,
 
-    P = (I − ZᵀZ)/β,    xᵀPx = (xᵀx − |L⁻¹Cx|²)/β,    ∇W P = (∇W − (∇W Zᵀ)Z)/β.
+    P = (I − ZᵀZ)/β,    xᵀPx = (xᵀx − |TCx|²)/β,    ∇W P = (∇W − (∇W Zᵀ)Z)/β.
 
-Nothing n×n is formed, and P is positive definite whatever is rounded. When C is full its strongest directions stay, and
-the energy of the others goes to β.
+A new row of C adds a row to T, by what ``xᵀPx`` is computed from: no matrix is factorised in a step. Nothing n×n is
+formed, and P is positive definite whatever is rounded. When C is full its strongest directions stay, and the energy of
+the others goes to β.
 
-Shapes: C ``(G, m, n)``, M ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it.
+Shapes: C ``(G, m, n)``, T ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it.
 Nothing here but :func:`compress` makes the host wait for the device.
 """
 
@@ -23,35 +25,47 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def initial_factors(x: Tensor, p0: float, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """C, M and β of ``P = p0·I`` for a layer with this mean input ``(G, n)``, with room for so many rows."""
+    """C, T and β of ``P = p0·I`` for a layer with this mean input ``(G, n)``, with room for so many rows."""
     groups, n = x.shape
-    M = torch.eye(capacity, dtype=wide(x.device), device=x.device).repeat(groups, 1, 1)
-    return x.new_zeros(groups, capacity, n), M, M.new_full((groups,), 1 / p0)
+    T = torch.eye(capacity, dtype=wide(x.device), device=x.device).repeat(groups, 1, 1)
+    return x.new_zeros(groups, capacity, n), T, T.new_full((groups,), 1 / p0)
 
 
-def gram(C: Tensor) -> Tensor:
-    """``M = I + CCᵀ``."""
+def whitener(C: Tensor) -> Tensor:
+    """``T = L⁻¹`` for ``LLᵀ = I + CCᵀ``; NaN where C has grown too large for it."""
     rows = C.to(wide(C.device))
-    return torch.eye(C.shape[-2], dtype=rows.dtype, device=C.device) + rows @ rows.mT
+    identity = torch.eye(C.shape[-2], dtype=rows.dtype, device=C.device)
+    factor, info = torch.linalg.cholesky_ex(identity + rows @ rows.mT)
+    inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+    return torch.where((info == 0)[:, None, None], inverse, torch.nan)
 
 
-def whitening(M: Tensor) -> tuple[Tensor, Tensor]:
-    """``L⁻¹`` for ``LLᵀ = M``, and whether it could be computed, one flag per group."""
-    factor, info = torch.linalg.cholesky_ex(M)
-    identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    return torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False), info == 0
+def excitation(C: Tensor, T: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a new row c of C, ``(G, n)``, is to the present ones.
+
+    Returns:
+        ``TCc``, ``(G, m, 1)``; ``cᵀc``; and ``cᵀ(I − ZᵀZ)c``. With ``c = √(k/β)·x`` the last two are ``k·xᵀx/β`` and
+        ``k·xᵀPx``.
+    """
+    c = row.to(T.dtype).unsqueeze(-1)
+    known = T @ (C.to(T.dtype) @ c)
+    energy = c.mT @ c
+    return known, energy.view(-1), torch.baddbmm(energy, known.mT, known, alpha=-1).view(-1)
 
 
-def products(C: Tensor, x: Tensor) -> Tensor:
-    """``Cx``, ``(G, m)``, for an x in the dtype of the small matrices."""
-    return (C.to(x.dtype) @ x.unsqueeze(-1)).squeeze(-1)
+def append_(T: Tensor, known: Tensor, excitation: Tensor) -> None:
+    """Adds the row of a new row of C to T in place, whose last row is that of the identity.
 
+    ``L`` gets the row ``[knownᵀ, √(1 + excitation)]``, so that ``T`` gets ``[−knownᵀT, 1]/√(1 + excitation)``.
 
-def excitation(whitener: Tensor, Cx: Tensor, square: Tensor, p: Tensor) -> Tensor:
-    """``xᵀPx`` of Eq. (18), from ``L⁻¹``, ``Cx``, ``xᵀx`` and 1/β."""
-    whitened = (whitener @ Cx.unsqueeze(-1)).squeeze(-1)
-    explained: Tensor = torch.linalg.vecdot(whitened, whitened)
-    return (square - explained) * p
+    Args:
+        T: ``(G, m + 1, m + 1)``.
+        known: Of :func:`excitation`.
+        excitation: Too.
+    """
+    row, m = T[:, -1:], T.shape[-1] - 1
+    row[..., :m].baddbmm_(known.mT, T[:, :m, :m], alpha=-1)  # zero before
+    row.div_((1 + excitation).sqrt_().view(-1, 1, 1))
 
 
 def thin_product(Z: Tensor, gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
@@ -88,16 +102,14 @@ def velocity_step_(
         Z: ``(G, m, n)``, one column more with a bias.
         thin: ``Z∇ᵀ``.
         momentum: α.
-        scale: ``s = η/(hβ)`` per group.
+        scale: ``s = η/(hβ)`` per group, ``(G, 1, 1)``.
     """
-    each = scale[:, None, None]
-    left = (thin * each).mT
+    left = (thin * scale).mT
     if bias_velocity is not None and bias_gradient is not None:
-        bias_velocity.mul_(momentum).add_((left @ Z[..., -1:]).squeeze(-1)).addcmul_(
-            bias_gradient, each[..., 0], value=-1
-        )
+        column = bias_velocity.unsqueeze(-1).baddbmm_(left, Z[..., -1:], beta=momentum)
+        column.addcmul_(bias_gradient.unsqueeze(-1), scale, value=-1)
         Z = Z[..., :-1]
-    weight_velocity.baddbmm_(left, Z, beta=momentum).addcmul_(gradient, each, value=-1)
+    weight_velocity.baddbmm_(left, Z, beta=momentum).addcmul_(gradient, scale, value=-1)
 
 
 def forget(beta: Tensor, forgetting: float, limit: float) -> tuple[Tensor, Tensor]:

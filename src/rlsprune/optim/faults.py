@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import host_waits
 
-Check = tuple[list[tuple[int, str]], Tensor]
-"""What is wrong if a check fails, each with its place in the network, and a flag for each, on the device."""
+Fault = tuple[float, str]
+"""The place in the network, and what is wrong."""
+Check = tuple[Callable[[], list[Fault]], Tensor]
+"""What is wrong where a check fails, asked for only then, and a flag for each, on the device."""
 
 _MOST_UNDER_WAY = 16  # steps that the host may be ahead of an accelerator before it waits
 
@@ -38,14 +40,14 @@ class FaultWatch:
         """
         gates: dict[torch.device, Tensor | None] = dict.fromkeys(flags.device for _, flags in checks)
         waits = [device for device in gates if host_waits(device)]
-        names = [name for names, _ in checks for name in names]
+        faults = [faults for faults, _ in checks]
         for device in gates:
             flags = torch.cat([flags.to(device, non_blocking=True) for _, flags in checks])
             if not waits:
-                return None if self._tell(_failed(names, flags), stacklevel=6) else gates
+                return None if self._tell(_failed(faults, flags), stacklevel=6) else gates
             gates[device] = flags.all()
             if device == waits[0]:
-                self._looks.append(_Look(names, flags))
+                self._looks.append(_Look(faults, flags))
         return gates
 
     def report(self, wait: bool = False) -> None:
@@ -79,8 +81,8 @@ class FaultWatch:
 class _Look:
     """The checks of one step on their way from an accelerator to the host."""
 
-    def __init__(self, names: list[tuple[int, str]], flags: Tensor) -> None:
-        self._names, self._flags = names, flags
+    def __init__(self, faults: list[Callable[[], list[Fault]]], flags: Tensor) -> None:
+        self._faults, self._flags = faults, flags
         self._event: torch.Event | None = None
         if flags.device.type in ("cuda", "xpu"):
             # Elsewhere nothing tells when a copy is there: it is read when the next step begins, which waits.
@@ -97,12 +99,13 @@ class _Look:
         """What is wrong."""
         if self._event is not None:
             self._event.synchronize()
-        return _failed(self._names, self._flags)
+        return _failed(self._faults, self._flags)
 
 
-def _failed(names: list[tuple[int, str]], flags: Tensor) -> list[str]:
+def _failed(faults: list[Callable[[], list[Fault]]], flags: Tensor) -> list[str]:
     """What is wrong, in the order of the network: the cause comes before what it has spoilt."""
     if flags.all():
         return []
-    failed = [name for name, ok in zip(names, flags.tolist(), strict=True) if not ok]
-    return [what for _, what in sorted(failed, key=lambda name: name[0])]
+    told = [fault for every in faults for fault in every()]
+    failed = [fault for fault, ok in zip(told, flags.tolist(), strict=True) if not ok]
+    return [what for _, what in sorted(failed, key=lambda fault: fault[0])]

@@ -32,24 +32,13 @@ def gain(P: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return u, (x * u).sum(-1)
 
 
-def rank_one_downdate_(P: Tensor, u: Tensor, h: Tensor, *, mean_scale: float, forgetting: float, limit: float) -> None:
-    """Eq. (16) in place: ``P ← (P − k/h · u uᵀ) / λ``, exactly symmetric and without a temporary the size of P.
+def subtract_square_(P: Tensor, v: Tensor, sign: Tensor) -> None:
+    """``P ← P − s·vvᵀ`` in place, s = ±1 per group ``(G, 1)``, exactly symmetric and without a temporary the size of P.
 
-    With the factor folded into the vector, ``addcmul_`` computes ``P_ij − v_i·v_j``, the same in both triangles.
-    ``addr_`` rounds its vectorised and its remaining columns differently, and any factor beside v does so too.
-
-    Args:
-        P: Inverse autocorrelation, changed in place.
-        u: ``P x`` with the P before the update.
-        h: ``λ + k·xᵀu``, one per group.
-        mean_scale: The paper's k.
-        forgetting: The paper's λ.
-        limit: With λ < 1 no diagonal entry of P grows past this: see :func:`forget_`.
+    ``addcmul_`` computes ``P_ij − v_i·(s·v_j)``, the same in both triangles. ``addr_`` rounds its vectorised and its
+    remaining columns differently, and any other factor beside v does so too.
     """
-    v = u * (mean_scale / h).sqrt().unsqueeze(-1)
-    P.addcmul_(v.unsqueeze(-1), v.unsqueeze(-2), value=-1)
-    if forgetting != 1:
-        forget_(P, forgetting, limit)
+    P.addcmul_(v.unsqueeze(-1), (v * sign).unsqueeze(-2), value=-1)
 
 
 def forget_(P: Tensor, forgetting: float, limit: float) -> None:
@@ -67,10 +56,10 @@ def forget_(P: Tensor, forgetting: float, limit: float) -> None:
         P[..., part, :].mul_(d[..., part, None] * d[..., None, :])
 
 
-def all_finite(gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
-    """Of each group, whether all entries of its gradient are finite (and below 1e19, whose square is not)."""
-    finite: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2)).isfinite()
-    return finite if bias_gradient is None else finite & torch.linalg.vector_norm(bias_gradient, dim=1).isfinite()
+def norm(gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
+    """Of each group's gradient; not finite if one of its entries is not (or is above 1e19, whose square is not)."""
+    total: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2))
+    return total if bias_gradient is None else total.hypot(torch.linalg.vector_norm(bias_gradient, dim=1))
 
 
 def velocity_step_(

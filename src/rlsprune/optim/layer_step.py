@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import is_sharded, local
-from rlsprune.optim.faults import Check
-from rlsprune.optim.forms import Form, Matrices, kind, packed_form
+from rlsprune.optim.entries import kind, packed_form
+from rlsprune.optim.faults import Check, Fault
+from rlsprune.optim.forms import Form, Matrices
 from rlsprune.optim.packing import INVERSE, VELOCITY, State, joined, pack, velocity_of
 from rlsprune.optim.sgd_step import step_parameters_
 
@@ -22,6 +25,8 @@ WIND_UP_LIMIT = 2.0
 # The share of its own size by which a step may be rounded in the direction of the mean input. Beyond it P whole turns
 # indefinite within some thousand steps, and in factors the step is mostly rounding.
 MOST_ROUNDED = 1 / 32
+# Where -k·xᵀPx is above this, P is not positive definite and not merely rounded.
+_INDEFINITE = 1e-3
 # The most entries of the weight of a layer that is stepped together with others. A larger one keeps a device busy by
 # itself, and joining such layers takes memory for all their gradients.
 _MOST_JOINED = 2**20
@@ -86,23 +91,15 @@ class LayerStep:
         mean = joined([layer.mean for layer in layers])
         same = zip(*(layer.parameters for layer in layers), strict=True)
         gradients = _matrices(layers, form, [joined([_gradient(p, mean.dtype) for p in every]) for every in same])
-        look = form.prepare(mean, gradients)
-        h = group["forgetting"] + group["mean_scale"] * look.excitation
-        # P has shrunk to about 1/(k·xᵀx) in the direction of x, and is rounded to its largest eigenvalue.
-        most = MOST_ROUNDED / (group["mean_scale"] * torch.finfo(mean.dtype).eps)
-        # In this order the first that fails is the cause: what is not finite spoils what comes after it.
-        sound = [look.square.isfinite(), look.definite, look.finite, look.square * look.largest < most]
-        names = [
-            (layer.place, f"{fault} layer {layer.group['name']!r}")
-            for fault in (
-                "not finite: the input of",
-                "not positive definite: P of",
-                "not finite: the gradient of",
-                f"too large for P in {mean.dtype} (scale the inputs, or give RLS dtype=torch.float64): the input of",
-            )
-            for layer in layers
-        ]
-        return cls(layers, form, gradients, h, [(names, torch.stack(sound).view(len(names), -1).all(1))])
+        look = form.look(mean, group["mean_scale"])
+        gradient = form.meet(gradients)
+        found = torch.stack([look.energy, look.energy, -look.excitation, gradient.abs()])
+        sound = (found < _bounds(mean.dtype, mean.device)).flatten()
+        if mean.shape[0] > len(layers):
+            sound = sound.view(len(sound) // (mean.shape[0] // len(layers)), -1).all(1)
+        named = [(layer.place, layer.group["name"]) for layer in layers]
+        check = partial(_faults, named, mean.dtype), sound
+        return cls(layers, form, gradients, group["forgetting"] + look.excitation, [check])
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +135,28 @@ class LayerStep:
                 trained += [local(p) for p in same]
                 moves += [velocity] if len(same) == 1 else torch.split(velocity, velocity.shape[0] // len(same))
         step_parameters_(trained, moves, group["lr"] * group["weight_decay"], gate)
-        self.form.update_(group["mean_scale"], group["forgetting"], group["p0"] * WIND_UP_LIMIT, gate)
+        self.form.update_(group["forgetting"], group["p0"] * WIND_UP_LIMIT, gate)
+
+
+@cache
+def _bounds(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What must be below these, in the order of :func:`_faults`; beyond the second, P cannot be resolved."""
+    bounds = [math.inf, MOST_ROUNDED / torch.finfo(dtype).eps, _INDEFINITE, math.inf]
+    return torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(1)
+
+
+def _faults(layers: list[tuple[int, str]], dtype: torch.dtype) -> list[Fault]:
+    """What is wrong with equal layers where a check fails: the first is the cause, and spoils what comes after it."""
+    return [
+        (place, f"{fault} layer {name!r}")
+        for fault in (
+            "not finite: the input of",
+            f"too large for P in {dtype} (scale the inputs, or give RLS dtype=torch.float64): the input of",
+            "not positive definite: P of",
+            "not finite: the gradient of",
+        )
+        for place, name in layers
+    ]
 
 
 def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlsprune.model.tensors import is_sharded
 
 # Entries of `optimizer.state[parameter]`, always checkpointed.
-INVERSE = "inverse"  # of a weight: P, as :mod:`rlsprune.optim.forms` keeps it
+INVERSE = "inverse"  # of a weight: P, as :mod:`rlsprune.optim.entries` keeps it
 VELOCITY = "velocity"  # of any parameter: Ψ, of its shape
 
 State = Mapping[Tensor, dict[str, Any]]

@@ -17,8 +17,9 @@ from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import unwrap
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
+from rlsprune.optim.entries import RANK, copied, form_of, initial_entry, moved, upgraded
 from rlsprune.optim.faults import FaultWatch
-from rlsprune.optim.forms import Form, copied, form_of, initial_entry, moved, upgraded
+from rlsprune.optim.forms import Form
 from rlsprune.optim.health import LayerHealth, layer_health
 from rlsprune.optim.layer_step import LayerStep, ReadyLayer, equal_layers
 from rlsprune.optim.layers import divide
@@ -80,7 +81,7 @@ class RLS(Optimizer):
         forgetting: float = 1.0,  # λ
         mean_scale: float = 0.1,  # k
         p0: float = 1.0,
-        rank: int | None = 16,
+        rank: int | None = RANK,
         weight_decay: float = 0.0,
         fallback_lr: float = 0.1,
         dtype: torch.dtype | None = None,

@@ -44,7 +44,7 @@ class SGDStep:
     def checks(self) -> list[Check]:
         """What must hold before anything is changed."""
         what = (self.place, f"not finite: the gradient in group {self.group.get('name')!r}")
-        return [([what] * len(self.parameters), all_finite(self.gradients))]
+        return [(lambda: [what] * len(self.parameters), all_finite(self.gradients))]
 
     def apply(self, state: State, gate: Tensor | None) -> None:
         """``Ψ ← α·Ψ − η·∇W``, ``W ← W + Ψ``.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class Team:
         """Lets every recorder hold what the recorders of all ranks have collected: one message per dtype and device."""
         layers = [group for group in groups if group["preconditioned"]]
         vectors = [recorders[g["name"]].collected(g["params"][0], len(g["params"]) > 1) for g in layers]
-        checks = []
+        checks: list[Check] = []
         for kind in dict.fromkeys((vector.dtype, vector.device) for vector in vectors):
             same = [i for i, vector in enumerate(vectors) if (vector.dtype, vector.device) == kind]
             total = torch.cat([vectors[i] for i in same])
@@ -47,8 +49,8 @@ class Team:
                 name = layers[i]["name"]
                 check = recorders[name].replace(part, self.ranks.size)
                 if check is not None:
-                    what = f"not the same on all ranks: who has called layer {name!r}"
-                    checks.append(([(i, what)], check.view(1)))
+                    fault = (i, f"not the same on all ranks: who has called layer {name!r}")
+                    checks.append((partial(list, [fault]), check.view(1)))
         return checks
 
     def share_checks(self, checks: list[Check], device: torch.device) -> list[Check]:
@@ -58,5 +60,8 @@ class Team:
         flags = [torch.ones(1, dtype=torch.bool), *(flags for _, flags in checks)]
         here = torch.cat([flag.to(device, non_blocking=True) for flag in flags]).all()
         everywhere = self.ranks.all_true(here).view(1)
-        last = 1 + max((place for names, _ in checks for place, _ in names), default=0)  # after what was found here
-        return [*checks, ([(last, "not sound: something on another rank, whose own message says what")], everywhere)]
+        fault = (
+            math.inf,
+            "not sound: something on another rank, whose own message says what",
+        )  # after those found here
+        return [*checks, (partial(list, [fault]), everywhere)]

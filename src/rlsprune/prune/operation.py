@@ -27,13 +27,13 @@ from rlsprune.prune.allocation import STEPS, allocate
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import InverseOf, criterion
 from rlsprune.prune.event import Measures, PruneEvent
-from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses, inverses_of
+from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
 from rlsprune.prune.select import choose_units, cut_size, most_to_go
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork
 from rlsprune.statistics.inputs import InputStatistics
-from rlsprune.statistics.inverse import Inverse
+from rlsprune.statistics.inverse import Inverse, inverses_of
 
 HeldOutLoss = Callable[[], float]
 """Gives the loss of the network as it is on held-out data."""

@@ -12,19 +12,15 @@ from torch.optim import Optimizer
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
 from rlsprune.model.tensors import complement, memory_format, replace_data
-from rlsprune.optim.forms import Factored, Form, form_of, whole_entry
+from rlsprune.optim.entries import form_of
+from rlsprune.optim.factored import Factored
+from rlsprune.optim.forms import Form
 from rlsprune.optim.layers import Layer, is_layer
 from rlsprune.optim.packing import INVERSE
+from rlsprune.optim.whole import whole_entry
 from rlsprune.prune.criteria import InverseOf
-from rlsprune.statistics.inverse import DenseInverse, FactoredInverse, Inverse, Removal
+from rlsprune.statistics.inverse import DenseInverse, Inverse, Removal, inverses_of
 from rlsprune.statistics.rows import input_rows, split_matrix, weight_matrix
-
-
-def inverses_of(form: Form) -> list[Inverse]:
-    """P of each group of a layer, as the optimizer keeps it, in the form that scores and refits work with."""
-    if isinstance(form, Factored):
-        return [FactoredInverse(C, float(beta)) for C, beta in zip(form.C[:, : form.rows], form.beta, strict=True)]
-    return [DenseInverse(P) for P in form.dense()]
 
 
 class KnownInverses:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from rlsprune.graph.layers import axis_of, sides
 from rlsprune.model.selector import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
 from rlsprune.model.tensors import replace_data
-from rlsprune.optim.forms import upgraded
+from rlsprune.optim.entries import upgraded
 
 
 class Snapshot:

@@ -64,7 +64,6 @@ class LiveNetwork:
         """Carries a plan out on everything."""
         apply_cuts(self.model, cuts, self.optimizer, self.copies)
         self.graph.shrink(cuts)
-        self._shapes = self._present_shapes()
 
     def check_unchanged(self) -> None:
         """Raises if something else has replaced or resized layers: the graph is not that of this network any more."""
@@ -109,13 +108,14 @@ class LiveNetwork:
             for snapshot in snapshots:
                 snapshot.restore()
             self._graph, graph.groups = graph, groups
-            self._shapes = self._present_shapes()
 
         try:
             yield undo
         except BaseException:
             undo()
             raise
+        finally:
+            self._shapes = self._present_shapes()
 
     def snapshots(self, *, copy: bool = True) -> list[Snapshot]:
         """The network, with its optimizer, and its copies, as they are now; see `Snapshot` for ``copy``."""

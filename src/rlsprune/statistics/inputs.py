@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.model.arguments import check_argument
-from rlsprune.model.tensors import exact, forget_compiled_code, full_precision
-from rlsprune.optim import functional
+from rlsprune.model.tensors import forget_compiled_code, full_precision
 from rlsprune.optim.compiled import enlist, exporting, noticed
+from rlsprune.optim.entries import RANK, form_of, initial_entry
+from rlsprune.optim.forms import Form
 from rlsprune.optim.layers import Layer, is_layer, mean_input
-from rlsprune.statistics.inverse import DenseInverse, Inverse, from_rows
+from rlsprune.statistics.inverse import DenseInverse, Inverse, from_rows, inverses_of
 from rlsprune.statistics.rows import sample_rows
 
 # Rows drawn from one training batch, and the most that are kept of a layer: twice its inputs, but not more than the
@@ -167,27 +168,26 @@ class RowSample:
 
 
 class _MeanInverse:
-    """P of mean inputs, Eqs. (16) to (20) without the training."""
+    """P of mean inputs, Eqs. (16) to (20) without the training, in factors where RLS has it so."""
 
     def __init__(self, owner: InputStatistics) -> None:
         self._mean_scale, self._p0 = owner._mean_scale, owner._p0
         self.clear(0)
 
     def clear(self, seed: int) -> None:
-        self._P: Tensor | None = None
+        self._form: Form | None = None
 
     def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
         x, _ = mean_input(layer, inputs, torch.promote_types(layer.weight.dtype, torch.float32))
-        if self._P is None or self._P.shape[:2] != x.shape:
-            self._P = functional.initial_inverse(x, self._p0)
-        u, excitation = functional.gain(self._P, x)
-        h = 1 + self._mean_scale * excitation
-        functional.rank_one_downdate_(self._P, u, h, mean_scale=self._mean_scale, forgetting=1.0, limit=1.0)
+        if self._form is None or self._form.like.shape[::2] != x.shape:
+            self._form = form_of(initial_entry(x, self._p0, RANK))
+        self._form.look(x, self._mean_scale)
+        self._form.update_(1.0, self._p0, None)
 
     def inverses(self, name: str) -> list[Inverse]:
-        if self._P is None:
+        if self._form is None:
             raise RuntimeError(f"no input of layer {name!r} was seen: run a batch with the statistics in place")
-        return [DenseInverse(exact(P)) for P in self._P]
+        return inverses_of(self._form)
 
 
 class _Hook:

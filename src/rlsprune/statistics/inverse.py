@@ -5,8 +5,9 @@ it only where blocks of P are asked for: row sums and refits need one factorisat
 rows C with ``P = (β(I + CᵀC))⁻¹``, RLS's own or sampled inputs with a damping, and never forms P: every answer goes
 through an m×m matrix, by Woodbury's identity.
 
-Systems are solved in float64, on the CPU where the device has none; a P that comes in float32 stays so otherwise. The
-bias, if the layer has one, is the last input.
+An autocorrelation of inputs in float32 is factorised in float32: the rounding, a part in 10⁷ of its largest eigenvalue,
+is a few per cent of the damping. All else is solved in float64, on the CPU where the device has none; with factors
+there is no choice, since ``I − ZᵀZ`` cancels. The bias, if the layer has one, is the last input.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import complement, exact, sub_matrix
+from rlsprune.optim.factored import Factored
+from rlsprune.optim.forms import Form
 
 # Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
 _DAMPINGS = (0.0, 1e-7, 1e-5)
@@ -123,7 +126,7 @@ class Autocorrelation:
         """See :class:`Inverse`."""
         wanted = torch.zeros(self.size, 1, dtype=self.A.dtype, device=self.A.device)
         wanted[:inputs] = 1
-        return torch.cholesky_solve(wanted, self._factor)[:inputs, 0]
+        return exact(torch.cholesky_solve(wanted, self._factor)[:inputs, 0])
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
@@ -185,9 +188,9 @@ class FactoredInverse:
 
     def blocks(self, rows: Tensor) -> Tensor:
         """See :class:`Inverse`."""
-        parts = self._whitened[:, rows].movedim(1, 0)  # (units, m, rows of a unit)
+        parts = self._whitened.mT.contiguous()[rows]  # (units, rows of a unit, m)
         identity = torch.eye(rows.shape[-1], dtype=parts.dtype, device=parts.device)
-        return (identity - parts.mT @ parts) / self.beta
+        return (identity - parts @ parts.mT) / self.beta
 
     def without(self, gone: Tensor) -> Removal[FactoredInverse]:
         """See :class:`Inverse`; refits as ``W_k + C_kᵀ (I + C_k C_kᵀ)⁻¹ C_d W_d``."""
@@ -199,11 +202,27 @@ class FactoredInverse:
             return FactoredInverse(self.rows.index_select(1, stay), self.beta)
 
         def refit(weights: Tensor) -> Tensor:
+            if "_whitened" in self.__dict__ and len(gone) < len(self.rows):
+                return self._refit_by_whitened(weights, gone, stay)
             lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows)
             explaining = torch.cholesky_solve(lost, left()._factor)
             return _rows(weights, stay) + (left().rows.mT @ explaining).to(weights)
 
         return Removal(stay, refit, left)
+
+    def _refit_by_whitened(self, weights: Tensor, gone: Tensor, stay: Tensor) -> Tensor:
+        """The same refit as ``W_k + Z_kᵀ Z_d (I − Z_dᵀZ_d)⁻¹ W_d``: a smaller system, once Z is known."""
+        known = self._whitened.index_select(1, gone)
+        unknown = torch.eye(len(gone), dtype=known.dtype, device=known.device) - known.mT @ known
+        lost = torch.cholesky_solve(_rows(weights, gone).to(known), cholesky_positive(unknown))
+        return _rows(weights, stay) + (self._whitened.mT.index_select(0, stay) @ (known @ lost)).to(weights)
+
+
+def inverses_of(form: Form) -> list[Inverse]:
+    """P of each group of a layer, as the optimizer keeps it, in the form that scores and refits work with."""
+    if isinstance(form, Factored):
+        return [FactoredInverse(C, float(beta)) for C, beta in zip(form.C[:, : form.rows], form.beta, strict=True)]
+    return [DenseInverse(P) for P in form.dense()]
 
 
 def from_rows(rows: Tensor, damping: float) -> Inverse:
@@ -218,8 +237,7 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
     if n > m:
         beta = damping * max(float(rows.square().mean()), tiny)
         return FactoredInverse(exact(rows) / math.sqrt(m * beta), beta)
-    # The damping is far above the rounding of a product in float32, which takes half the time.
-    autocorrelation = exact(_add_square(rows.new_zeros(n, n), rows, 1 / m))
+    autocorrelation = _add_square(rows.new_zeros(n, n), rows, 1 / m)
     diagonal = autocorrelation.diagonal()
     diagonal += damping * diagonal.mean().clamp_min(tiny)
     return Autocorrelation(autocorrelation)

@@ -12,7 +12,7 @@ from torch import nn
 
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.tensors import wait_for
-from rlsprune.optim.forms import capacity, entry_bytes, in_factors
+from rlsprune.optim.entries import capacity, entry_bytes, in_factors
 from rlsprune.optim.layers import divide
 
 __all__ = ["CostPlan", "LayerPlan", "Machine", "make_plan", "measure"]

@@ -1,0 +1,108 @@
+"""P whole: the paper's form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlsprune.model.tensors import complement, sub_matrix
+from rlsprune.optim import functional
+from rlsprune.optim.forms import InverseState, Look, Matrices
+
+# By how many times the rounding of ``xᵀPx`` it may be negative and P still be taken for rounded.
+_MOST_WORN = 64
+
+
+class Whole:
+    """P itself."""
+
+    def __init__(self, P: Tensor) -> None:
+        self.P = P
+
+    @property
+    def like(self) -> Tensor:
+        """See :class:`Form`."""
+        return self.P
+
+    @property
+    def cost(self) -> int:
+        """See :class:`Form`."""
+        return self.P.shape[-1]
+
+    def look(self, x: Tensor, mean_scale: float) -> Look:
+        """See :class:`Form`."""
+        self._x, self._mean_scale = x, mean_scale
+        self._u, excitation = functional.gain(self.P, x)
+        largest = self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
+        energy = mean_scale * torch.linalg.vecdot(x, x) * largest
+        self._excitation, self._floor = mean_scale * excitation, torch.finfo(x.dtype).eps * energy
+        rounded = self._excitation >= -_MOST_WORN * self._floor
+        found = torch.where(rounded, self._excitation.maximum(self._floor), self._excitation)
+        return Look(found, energy)
+
+    def meet(self, gradients: Matrices) -> Tensor:
+        """See :class:`Form`."""
+        return functional.norm(*gradients)
+
+    def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
+        """See :class:`Form`."""
+        functional.velocity_step_(*velocities, *gradients, self.P, momentum=momentum, scale=scale)
+
+    def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
+        """See :class:`Form`; where rounding has left nothing of P in the direction of x, it gets back what it can have.
+
+        Else the rounding errors of thousands of steps with large inputs add up until P is indefinite.
+        """
+        k, x = self._mean_scale, self._x
+        square = torch.linalg.vecdot(x, x)
+        missing = (self._floor - self._excitation) / k
+        down = self._u * (k / (forgetting + self._excitation)).sqrt().unsqueeze(-1)
+        up = x * (missing.sqrt() / square).unsqueeze(-1)
+        worn = (missing > 0).unsqueeze(-1)
+        v, sign = torch.where(worn, up, down), torch.where(worn, -1.0, 1.0).to(x.dtype)
+        before = None
+        if gate is not None:
+            v = torch.where(gate, v, 0)
+            before = self.P.clone() if forgetting != 1 else None
+        functional.subtract_square_(self.P, v, sign)
+        if forgetting != 1:
+            functional.forget_(self.P, forgetting, limit)
+        if gate is not None and before is not None:
+            self.P.copy_(torch.where(gate, self.P, before))
+
+    def reset_(self, p0: float) -> None:
+        """See :class:`Form`."""
+        self.P.zero_().diagonal(dim1=-2, dim2=-1).fill_(p0)
+
+    def dense(self) -> Tensor:
+        """See :class:`Form`."""
+        return self.P
+
+    def eigenvalues(self) -> Tensor:
+        """See :class:`Form`."""
+        P = self.P.detach().to(device="cpu", dtype=torch.float64)
+        return torch.linalg.eigvalsh(P) if P.isfinite().all() else torch.full(P.shape[:-1], torch.nan)
+
+    def asymmetry(self) -> float:
+        """See :class:`Form`."""
+        return (self.P - self.P.mT).abs().max().item()
+
+    def of_groups(self, keep: Tensor) -> InverseState:
+        """See :class:`Form`."""
+        return {"P": self.P[keep]}
+
+    def sliced(self, gone: Tensor) -> InverseState:
+        """See :class:`Form`."""
+        pairs = zip(self.P, gone.to(self.P.device), strict=True)
+        return whole_entry([sub_matrix(P, complement(len(P), rows)) for P, rows in pairs])
+
+    def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
+        """See :class:`Form`."""
+        return {"P": functional.initial_inverse(self.P.new_empty(groups, inputs), p0)}
+
+
+def whole_entry(matrices: Sequence[Tensor]) -> InverseState:
+    """P whole, one matrix per group; not copied if there is one."""
+    return {"P": matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(list(matrices))}
