@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,13 +79,21 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
             _verify(references, lambda args, kwargs: tree_leaves(loaded(*args, **kwargs)), path)
 
 
-def export_onnx(model: nn.Module, example_inputs: ExampleInputs, path: str | os.PathLike[str]) -> None:
+def export_onnx(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Writes the model's inference as one ONNX file. Needs the extra `rlsprune[onnx]`.
 
     Args:
         model: In any mode; it is exported as in `eval()` and left as it is.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, batch first.
         path: The file, by custom ending in `.onnx`.
+        metadata: Texts by name that go into the file; onnxruntime gives them as
+            ``session.get_modelmeta().custom_metadata_map``.
 
     Raises:
         ImportError: If onnx, onnxscript or onnxruntime is not installed.
@@ -110,6 +118,7 @@ def export_onnx(model: nn.Module, example_inputs: ExampleInputs, path: str | os.
             program = torch.onnx.export(plain, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False)
         if program is None:
             raise ExportError(f"torch.onnx gave no program for {type(plain).__name__}: it may be older than 2.6")
+        program.model.metadata_props.update(metadata or {})
         with replacing(path) as temporary:
             program.save(temporary, external_data=False)
             with _explained(plain, path):

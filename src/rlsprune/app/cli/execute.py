@@ -22,6 +22,13 @@ __all__ = ["Shown", "execute"]
 
 Summary = dict[str, Any]
 
+_COMPARED = (
+    ("unpruned", "unpruned network, trained alike"),
+    ("given", "given weights"),
+    ("int8", "pruned network in 8-bit integers"),
+)
+"""Whose score is told beside that of the run's network."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
@@ -83,9 +90,9 @@ def execute(
         say(f"{path} is finished. {describe(summary)}")
     if not shown.hidden:
         metric = metric_of(summary)
-        for key, what in (("unpruned", "unpruned network, trained alike"), ("given", "given weights")):
+        for key, what in _COMPARED:
             if f"{key}_{metric.name}" in summary:
                 label = f"{metric.label[0].upper()}{metric.label[1:]}"
                 say(f"{label} of the {what}: {metric.text(summary[f'{key}_{metric.name}'])}")
-        written = ("model.safetensors", "model.onnx", "pixels.png", "report.html")
+        written = ("model.safetensors", "model.onnx", "model-int8.onnx", "predict.py", "pixels.png", "report.html")
         say(f"In {path}: {', '.join(name for name in written if (path / name).exists())}")

@@ -12,7 +12,7 @@ from rlsprune.app.cli import folders, options
 from rlsprune.app.cli.execute import Shown, execute
 from rlsprune.app.cli.speech import say
 from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES, OPTIMIZERS
-from rlsprune.app.config.fit import FitConfig, make_fit_config
+from rlsprune.app.config.fit import FitConfig, make_fit_config, names_function
 from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.metrics import METRICS, TASKS
 from rlsprune.app.config.settings import OURS
@@ -27,6 +27,7 @@ EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a s
 `rlsprune fit nets.py:mlp --data table.npz --target 0.2 --epochs 40` ·
 `rlsprune fit my_module:build_model --data photos/ --image-size 64 --weights trained.safetensors --optimizer adamw` ·
 `rlsprune fit nets.py:mlp --data houses.csv --label price --baseline` (and the unpruned network beside it) ·
+`rlsprune fit nets.py:cnn --data my_data.py:datasets --int8` (own Datasets; an 8-bit model, too) ·
 `rlsprune fit --resume runs/build_model-photos-seed0`"""
 
 _WITH_RESUME = {"resume", "device", "on_fault", "logger", "quiet", "as_json"}
@@ -41,12 +42,12 @@ def fit(
         typer.Argument(help="module:function or path/to/file.py:function; the function returns the network."),
     ] = None,
     data: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--data",
             help="A folder of images with a sub-folder per class (or train/ and test/ with such sub-folders); a .csv "
             "or .parquet file (or a folder with train.csv and test.csv); or an .npz file with x_train, y_train, "
-            "x_test, y_test.",
+            "x_test, y_test. Or module:function that returns your own torch Datasets, (train, test).",
         ),
     ] = None,
     task: Annotated[
@@ -149,6 +150,10 @@ def fit(
         bool,
         typer.Option("--baseline", help="Train the unpruned network alike, too, and compare the pruned one with it."),
     ] = False,
+    int8: Annotated[
+        bool,
+        typer.Option("--int8", help="Write model-int8.onnx, in 8-bit integers, too, and measure its score."),
+    ] = False,
     standardise: Annotated[
         bool,
         typer.Option(
@@ -203,6 +208,7 @@ def fit(
         augment=augment,
         average=average,
         method="none" if no_prune else None,
+        int8=int8,
         baseline=baseline,
         standardise=standardise,
         seed=seed,
@@ -211,7 +217,8 @@ def fit(
         on_fault=on_fault,
         deterministic=deterministic,
     )
-    name = f"{model.rpartition(':')[2]}-{data.stem}-seed{seed}"
+    of_data = data.rpartition(":")[2] if names_function(data) else Path(data).stem
+    name = f"{model.rpartition(':')[2]}-{of_data}-seed{seed}"
     _execute(config, folders.new_folder(name, out), shown)
 
 
@@ -230,6 +237,8 @@ def _execute(config: FitConfig, path: Path, shown: Shown) -> None:
     from rlsprune.app.fit.fit import missing_onnx_packages
 
     if missing := missing_onnx_packages():
+        if config.int8:
+            raise ValueError(f'--int8 needs {", ".join(missing)}: pip install "rlsprune[onnx]"')
         say(
             f'No model.onnx will be written: {", ".join(missing)} not installed; pip install "rlsprune[onnx]"', err=True
         )

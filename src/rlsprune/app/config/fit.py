@@ -11,7 +11,7 @@ from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.metrics import METRICS, TASKS, find_metrics
 from rlsprune.app.config.settings import OURS, RANK, PruningSettings, TrainingSettings, check_option
 
-__all__ = ["FitConfig", "make_fit_config"]
+__all__ = ["FitConfig", "make_fit_config", "names_function"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class FitConfig(BaseConfig):
     image_size: int | None
     channels: int | None
     pruning: PruningSettings
+    int8: bool = False
+    """Whether the network is written in 8-bit integers, too, and its score measured."""
     baseline: bool = False
     """Whether the unpruned network is trained alike, to compare with."""
     standardise: bool = False
@@ -70,7 +72,19 @@ class FitConfig(BaseConfig):
 
     def unpruned(self) -> FitConfig:
         """The same network trained without pruning, on the images too that the gate would hold out."""
-        return replace(self, method="none", gate="train", baseline=False, classes=(), images=(0, 0))
+        return replace(self, method="none", gate="train", baseline=False, int8=False, classes=(), images=(0, 0))
+
+
+def names_function(data: str) -> bool:
+    """Whether data are what a function gives, `module:function` or `path/to/file.py:function`, and not a path."""
+    place, colon, name = data.rpartition(":")
+    return bool(colon and place) and name.isidentifier() and not Path(data).exists()
+
+
+def _absolute(spec: str) -> str:
+    """`path/to/file.py:function` from anywhere; `module:function` as it is."""
+    file, colon, function = spec.rpartition(":")
+    return f"{Path(file).absolute()}{colon}{function}" if file.endswith(".py") else spec
 
 
 def make_fit_config(
@@ -93,7 +107,7 @@ def make_fit_config(
 
     Args:
         model: `module:function`, or `path/to/file.py:function`.
-        data: A folder of images or an .npz file.
+        data: A folder of images, a table, or `module:function` for the user's own datasets.
         weights: A file to start from.
         optimizer: "rls", "adamw" or "sgd".
         lr: None for what suits the optimizer and the network, lower with `weights`.
@@ -111,8 +125,6 @@ def make_fit_config(
         ValueError: A value that there is not.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
-    file, colon, function = model.rpartition(":")
-    absolute = f"{Path(file).absolute()}{colon}{function}" if file.endswith(".py") else model
     gate = given.pop("gate", None) or OURS.gate
     pruning = replace(OURS, gate=gate, ratio=ratio, target=target, allocate=allocate)
     if tolerance is not None:
@@ -123,9 +135,9 @@ def make_fit_config(
         **{
             "experiment": model,
             "method": "rls",
-            "model": absolute,
+            "model": _absolute(model),
             "import_from": str(Path.cwd()),
-            "data": str(Path(data).absolute()),
+            "data": _absolute(str(data)) if names_function(str(data)) else str(Path(data).absolute()),
             "weights": None if weights is None else str(Path(weights).absolute()),
             "optimizer": optimizer,
             "lr": lr,

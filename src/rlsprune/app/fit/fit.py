@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from rlsprune.app.config.base import BATCH_NORM_RATE, LEARNING_RATES
-from rlsprune.app.config.fit import FitConfig
+from rlsprune.app.config.fit import FitConfig, names_function
 from rlsprune.app.config.metrics import find_metrics, metric_of
 from rlsprune.app.data.arrays import read_npz
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.data.errors import DataError
 from rlsprune.app.data.folders import Channels, read_image_folder
+from rlsprune.app.data.objects import read_objects
 from rlsprune.app.data.tables import read_table, table_parts
-from rlsprune.app.fit.model import find_builder, find_layout, load_weights
+from rlsprune.app.fit.bundle import ONNX, PREDICT, write_int8, write_onnx
+from rlsprune.app.fit.model import find_builder, find_function, find_layout, load_weights
 from rlsprune.app.fit.standardise import find_standardisation
 from rlsprune.app.fit.targets import TargetScale, find_target_scale
 from rlsprune.app.fit.task import check_scorable, find_loss
@@ -31,7 +33,6 @@ from rlsprune.app.run.recipe import Recipe
 from rlsprune.app.run.scores import Scoring
 from rlsprune.distributed.torchrun import leads
 from rlsprune.io import modelfile
-from rlsprune.io.export import export_onnx
 
 __all__ = ["ONNX_PACKAGES", "fit", "load_own_data", "make_own_recipe", "missing_onnx_packages"]
 
@@ -44,7 +45,7 @@ def fit(
     observer: Observer | None = None,
     baseline_observer: Callable[[], Observer] = Observer,
 ) -> dict[str, Any]:
-    """Trains and prunes as the config says, or goes on with it, and writes model.safetensors and model.onnx.
+    """Trains and prunes as the config says, or goes on with it, and writes the model and what deploys it.
 
     The ONNX file is left out where its packages are not installed (`missing_onnx_packages`).
 
@@ -75,11 +76,16 @@ def fit(
         summary = {**summary, **{f"unpruned_{name}": unpruned[name] for name in names}}
         with folder.locked():
             folder.write_json("summary", summary)
-    onnx = folder.path / "model.onnx"
-    if leads() and not onnx.exists() and not missing_onnx_packages():
+    if not leads() or missing_onnx_packages():
+        return summary
+    if not (folder.path / ONNX).exists() or not (folder.path / PREDICT).exists():
         model = modelfile.load(folder.model, into=recipe.build_model())
         with folder.locked():
-            export_onnx(model, recipe.example(2), onnx)
+            write_onnx(model, recipe, loaded, folder.path)
+    if config.int8 and f"int8_{metric_of(summary).name}" not in summary:
+        with folder.locked():
+            summary = {**summary, **write_int8(recipe, loaded, folder.path)}
+            folder.write_json("summary", summary)
     return summary
 
 
@@ -95,7 +101,9 @@ def load_own_data(config: FitConfig) -> Dataset:
         DataError: They are missing, damaged, or not those with which the run was started.
     """
     path = Path(config.data)
-    if table_parts(path):
+    if names_function(config.data):
+        loaded = read_objects(config.data, find_function(config.data, config.import_from), config.task, config.seed)
+    elif table_parts(path):
         loaded = read_table(path, config.label, config.drop_columns, config.task, config.seed)
     elif config.label or config.drop_columns:
         raise ValueError(f"--label and --drop-columns are for tables of named columns, and {path} is none")

@@ -22,7 +22,7 @@ from rlsprune.io.atomic import FileError
 from rlsprune.model.arguments import quoted
 from rlsprune.model.interrupts import uninterrupted
 
-__all__ = ["find_builder", "find_layout", "load_weights"]
+__all__ = ["find_builder", "find_function", "find_layout", "load_weights"]
 
 Builder = Callable[[], nn.Module]
 _SAID = {"classification": "classes", "regression": "targets", "multi-label": "labels"}
@@ -38,9 +38,22 @@ def find_builder(spec: str, import_from: str) -> Builder:
     Raises:
         ValueError: There is no such module or function. What the module itself raises comes as it is.
     """
+    function = find_function(spec, import_from)
+
+    def build() -> nn.Module:
+        model = function()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{spec} returned a {type(model).__name__}: it must return a torch.nn.Module")
+        return model
+
+    return build
+
+
+def find_function(spec: str, import_from: str) -> Callable[[], Any]:
+    """A function of the user's that takes no arguments; as of `find_builder`."""
     name, colon, attribute = spec.rpartition(":")
     if not colon or not name or not attribute:
-        raise ValueError(f"{spec!r} does not name a model: give module:function, for example my_module:build_model")
+        raise ValueError(f"{spec!r} does not name a function: give module:function, for example my_module:build_model")
     module = _load_file(Path(name)) if name.endswith(".py") else _import(name, import_from)
     found = module
     for part in attribute.split("."):
@@ -49,19 +62,16 @@ def find_builder(spec: str, import_from: str) -> Builder:
         found = getattr(found, part)
     if not callable(found):
         kind = type(found).__name__
-        raise ValueError(f"{spec} is a {kind}, not a function that builds a network: {_candidates(module)}")
+        raise ValueError(f"{spec} is a {kind}, not a function: {_candidates(module)}")
 
-    def build() -> nn.Module:
+    def call() -> Any:
         try:
             inspect.signature(found).bind()
         except TypeError as error:
             raise ValueError(f"{spec} cannot be called without arguments ({error}): give them defaults") from error
-        model = found()
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"{spec} returned a {type(model).__name__}: it must return a torch.nn.Module")
-        return model
+        return found()
 
-    return build
+    return call
 
 
 def _import(name: str, import_from: str) -> ModuleType:

@@ -1,0 +1,80 @@
+"""What goes beside a finished model to deploy it: an ONNX file that knows its inputs, one in 8 bits, and predict.py."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.app.data.datasets import Dataset, stratified_choice
+from rlsprune.app.run.recipe import Recipe
+from rlsprune.app.run.scores import Scoring
+from rlsprune.io.atomic import replacing, storing
+from rlsprune.io.export import export_onnx
+from rlsprune.io.quantize import quantize_onnx
+from rlsprune.model.selector import kept_features
+
+__all__ = ["INT8", "ONNX", "PREDICT", "write_int8", "write_onnx"]
+
+ONNX, INT8, PREDICT = "model.onnx", "model-int8.onnx", "predict.py"
+_CALIBRATION = 512  # examples that tell the ranges of the activations
+
+
+def write_onnx(model: nn.Module, recipe: Recipe, data: Dataset, folder: Path) -> None:
+    """Writes model.onnx, with the names and scales of inputs and outputs in its metadata, and predict.py.
+
+    Args:
+        model: As it was saved: on inputs as the user has them.
+        recipe: The run's.
+        data: As they were read.
+        folder: Where the files go.
+    """
+    export_onnx(model, recipe.example(2), folder / ONNX, metadata=_metadata(model, data))
+    with storing(folder / PREDICT), replacing(folder / PREDICT) as path:
+        path.write_text(files(__package__).joinpath(PREDICT).read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def write_int8(recipe: Recipe, data: Dataset, folder: Path) -> dict[str, float]:
+    """Writes model-int8.onnx from model.onnx and gives its scores on the test split, by the names of the metrics."""
+    as_read = replace(recipe, data=data)
+    some = stratified_choice(data.train.labels, min(_CALIBRATION, len(data.train)), seed=0)
+    batches = as_read.evaluation_batches(data.train.select(some))
+    quantize_onnx(folder / ONNX, folder / INT8, (inputs for inputs, _ in batches))
+    scoring = Scoring(recipe.scoring.task, recipe.scoring.metrics)
+    network = _Session(folder / INT8)
+    found = scoring(network, as_read.evaluation_batches(data.test), recipe.loss).scores
+    return {f"int8_{name}": score for name, score in found.items()}
+
+
+def _metadata(model: nn.Module, data: Dataset) -> dict[str, str]:
+    """Everything that a stranger needs to call the network; lists are JSON. predict.py reads it."""
+    features = math.prod(data.shape)
+    kept = next(iter(kept_features(model).values()), list(range(features)))
+    return {
+        "task": data.task,
+        "classes": json.dumps(data.classes, ensure_ascii=False),
+        "columns": json.dumps(data.columns, ensure_ascii=False),
+        "inputs_read": json.dumps(kept),
+        "input_shape": json.dumps(data.shape),
+        "divide_by": "255" if data.train.images.dtype == torch.uint8 else "1",
+    }
+
+
+class _Session(nn.Module):
+    """An ONNX file as a network."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        runtime: Any = importlib.import_module("onnxruntime")
+        self._session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self._input = self._session.get_inputs()[0].name
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.from_numpy(self._session.run(None, {self._input: inputs.cpu().numpy()})[0]).to(inputs.device)

@@ -1,0 +1,139 @@
+"""Predicts with the ONNX model beside this file. Needs onnxruntime alone, and Pillow to read images.
+
+On the command line: ``python predict.py photo.jpg …``, or ``python predict.py rows.csv``. In Python:
+
+    from predict import Model
+    model = Model()  # or Model("model-int8.onnx")
+    model.predict(["photo.jpg"])  # or a CSV file, a list of {column: value}, or an array of inputs
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime  # type: ignore[import-untyped]
+
+
+class Model:
+    """A network and what its file says about inputs and outputs.
+
+    Args:
+        path: The ONNX file; the name of one beside this file will do.
+    """
+
+    def __init__(self, path: str | Path = "model.onnx") -> None:
+        found = path if Path(path).is_file() else Path(__file__).parent / path
+        self.session = onnxruntime.InferenceSession(str(found), providers=["CPUExecutionProvider"])
+        told = self.session.get_modelmeta().custom_metadata_map
+        self.task: str = told["task"]
+        """classification, regression or multi-label."""
+        self.classes: list[str] = json.loads(told["classes"])
+        """The names of the classes, the labels or the numbers that are predicted."""
+        self.columns: list[str] = json.loads(told["columns"])
+        """The names of the columns that the model takes, in their order; empty if they have none."""
+        self.read: list[int] = json.loads(told["inputs_read"])
+        """Which features it still reads. The others may have any value, or be missing in a row of names."""
+        self.shape: list[int] = json.loads(told["input_shape"])
+        """Of one input."""
+        self.divide_by = float(told["divide_by"])
+        """What numbers are divided by before they go in: 255 for the bytes of an image."""
+
+    def predict(self, inputs: Any) -> list[dict[str, Any]]:
+        """What the model says, for each input.
+
+        Args:
+            inputs: A list of files of images; a CSV file with a line of names; a list of rows, {column: value}; or an
+                array of inputs, first number the count, as the training data were (images as bytes).
+
+        Returns:
+            Of each: `label` and `probability`; or `labels` and `probabilities`; or a number by its name.
+        """
+        return [self._named(row) for row in self.outputs(self._array(inputs))]
+
+    def outputs(self, array: Any) -> Any:
+        """The network's raw outputs, (count, outputs)."""
+        node = self.session.get_inputs()[0]
+        values = (np.asarray(array, np.float32) / np.float32(self.divide_by)).astype(np.float32)
+        outputs = self.session.run(None, {node.name: values.reshape(len(values), *node.shape[1:])})[0]
+        return outputs.reshape(len(values), -1)
+
+    def _array(self, inputs: Any) -> Any:
+        if isinstance(inputs, str | Path):
+            inputs = [inputs] if Path(inputs).suffix.lower() != ".csv" else _rows(Path(inputs))
+        if isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], str | Path):
+            return np.stack([self._pixels(Path(file)) for file in inputs])
+        if isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping):
+            return np.stack([self._features(row, number) for number, row in enumerate(inputs, 1)])
+        array = np.asarray(inputs)
+        if array.shape[1:] != tuple(self.shape):
+            raise ValueError(f"inputs of shape {array.shape}: the model takes {('count', *self.shape)}")
+        return array
+
+    def _pixels(self, file: Path) -> Any:
+        """An image as the training images were read: upright, its middle scaled to the model's size."""
+        from PIL import Image, ImageOps
+
+        if len(self.shape) != 3 or self.shape[0] not in (1, 3):
+            raise ValueError(f"{file}: the model takes inputs of shape {tuple(self.shape)}, not images")
+        channels, height, width = self.shape
+        with Image.open(file) as image:
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode == "I;16":  # which Pillow would clip at 255
+                upright = upright.point(lambda value: value / 256).convert("L")
+            upright = upright.convert("L" if channels == 1 else "RGB")
+            pixels = np.asarray(ImageOps.fit(upright, (width, height)), np.uint8)
+        return pixels.reshape(height, width, channels).transpose(2, 0, 1)
+
+    def _features(self, row: Mapping[str, Any], number: int) -> Any:
+        """A row by its names; columns that are not read may be missing."""
+        if not self.columns:
+            raise ValueError("the columns of this model have no names: give an array, as the training data were")
+        values = np.zeros(len(self.columns), np.float32)
+        for index in self.read:
+            name = self.columns[index]
+            try:
+                values[index] = float(row[name])
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(f"row {number} has {row.get(name)!r} in column {name!r}: give a number") from None
+        return values
+
+    def _named(self, row: Any) -> dict[str, Any]:
+        if self.task == "regression":
+            return {name: float(value) for name, value in zip(self.classes, row, strict=True)}
+        if self.task == "multi-label":
+            chances = {
+                name: float(1 / (1 + np.exp(-value)))
+                for name, value in zip(self.classes, row.astype(float), strict=True)
+            }
+            return {"labels": [name for name, chance in chances.items() if chance > 0.5], "probabilities": chances}
+        shares = np.exp(row.astype(float) - row.max())
+        best = int(row.argmax())
+        return {"label": self.classes[best], "probability": float(shares[best] / shares.sum())}
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return list(csv.DictReader(file, skipinitialspace=True))
+
+
+def main(files: list[str]) -> int:
+    """Prints a line for each image or row."""
+    if not files:
+        sys.stderr.write("Usage: python predict.py IMAGE… | ROWS.csv\n")
+        return 2
+    model = Model()
+    for file in files:
+        for number, found in enumerate(model.predict(file), 1):
+            place = f"{file}:{number}" if file.endswith(".csv") else file
+            sys.stdout.write(f"{place}\t{json.dumps(found, ensure_ascii=False)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""What `rlsprune fit` delivers beside the model: ONNX files that know their inputs, and predict.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pandas
+import pytest
+import torch
+from sklearn.datasets import make_friedman1, make_multilabel_classification
+
+from app.fit.conftest import table, write_images
+from app.fit.test_fit import QUICK, run_onnx
+from rlsprune.app.cli.main import main
+from rlsprune.app.data.errors import DataError
+from rlsprune.app.data.objects import read_objects
+from rlsprune.app.fit.model import find_function
+from rlsprune.app.run.folder import RunFolder
+
+ALONE = """
+import json, runpy, sys
+for name in ("torch", "rlsprune", "onnx", "pandas", "sklearn"):
+    sys.modules[name] = None  # importing it fails
+sys.path.insert(0, {folder!r})
+from predict import Model
+print(json.dumps(Model({model!r}).predict({inputs!r})))
+"""
+
+
+def predict(folder: Path, inputs: Any, model: str = "model.onnx") -> list[dict[str, Any]]:
+    """What predict.py says in a process that has onnxruntime alone."""
+    code = ALONE.format(folder=str(folder), model=model, inputs=inputs)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def metadata(path: Path) -> dict[str, str]:
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).get_modelmeta().custom_metadata_map
+
+
+def test_table_of_names_is_predicted_by_onnxruntime_alone(networks: Path, tmp_path: Path) -> None:
+    features, labels = table(240, 0)
+    names = [f"feature {number}" for number in range(12)]
+    frame = pandas.DataFrame(features, columns=names)
+    frame["kind"] = np.array(["ash", "birch", "cherry"])[labels]
+    frame.to_csv(tmp_path / "trees.csv", index=False)
+    out = tmp_path / "run"
+    arguments = ["fit", f"{networks}:mlp", "--data", str(tmp_path / "trees.csv"), "--label", "kind", "--int8"]
+    assert main([*arguments, *QUICK, "--out", str(out)]) == 0
+    told = metadata(out / "model.onnx")
+    assert json.loads(told["classes"]) == ["ash", "birch", "cherry"]
+    assert json.loads(told["columns"]) == names
+    assert told["divide_by"] == "1"
+    assert metadata(out / "model-int8.onnx").items() >= told.items()
+    outputs = run_onnx(out / "model.onnx", features)
+    wanted = [["ash", "birch", "cherry"][index] for index in outputs.argmax(1)]
+    chances = torch.from_numpy(outputs).softmax(1).amax(1)
+    found = predict(out, str(tmp_path / "trees.csv"))
+    assert [row["label"] for row in found] == wanted
+    assert [row["probability"] for row in found] == pytest.approx(chances.tolist(), abs=1e-5)
+    read = json.loads(told["inputs_read"])
+    assert len(read) < 12, "inputs were pruned, and the others need not be there"
+    rows = [{names[index]: float(value) for index, value in enumerate(row) if index in read} for row in features[:5]]
+    assert [row["label"] for row in predict(out, rows)] == wanted[:5]
+    done = subprocess.run(
+        [sys.executable, str(out / "predict.py"), str(tmp_path / "trees.csv")], capture_output=True, text=True
+    )
+    assert json.loads(done.stdout.splitlines()[0].split("\t")[1])["label"] == wanted[0]
+
+
+def test_score_of_the_8_bit_model_is_measured(networks: Path, npz: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK]
+    assert main([*arguments, "--int8"]) == 0
+    features, labels = table(60, 1)
+    right = run_onnx(out / "model-int8.onnx", features).argmax(1) == labels
+    assert RunFolder(out).read_summary()["int8_accuracy"] == pytest.approx(100 * right.mean())
+    assert (out / "model-int8.onnx").read_bytes() != (out / "model.onnx").read_bytes()
+    (out / "predict.py").unlink()
+    assert main(["fit", "--resume", str(out), "--quiet"]) == 0, "what is missing is written again"
+    assert (out / "predict.py").is_file()
+
+
+def test_images_are_predicted_as_they_were_trained_on(networks: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 12)
+    out = tmp_path / "run"
+    assert main(["fit", f"{networks}:cnn", "--data", str(tmp_path / "photos"), *QUICK, "--out", str(out)]) == 0
+    files = sorted((tmp_path / "photos").rglob("*.png"))
+    from PIL import Image
+
+    pixels = np.stack([np.asarray(Image.open(file), np.float32)[None] / 255 for file in files])
+    outputs = run_onnx(out / "model.onnx", pixels)
+    found = predict(out, [str(file) for file in files])
+    names = ("dark", "light", "middle")
+    assert [row["label"] for row in found] == [names[index] for index in outputs.argmax(1)]
+    assert metadata(out / "model.onnx")["divide_by"] == "255"
+
+
+def test_numbers_and_several_labels(tmp_path: Path) -> None:
+    nets = tmp_path / "nets.py"
+    nets.write_text(
+        "from torch import nn\n"
+        "def one():\n    return nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 1))\n"
+        "def five():\n    return nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 5))\n"
+    )
+    x, y = make_friedman1(200, random_state=0)
+    np.savez(tmp_path / "numbers.npz", x_train=x[:150], y_train=y[:150], x_test=x[150:], y_test=y[150:])
+    several, marks = make_multilabel_classification(200, 10, n_classes=5, random_state=0)
+    parts = {"x_train": several[:150], "y_train": marks[:150], "x_test": several[150:], "y_test": marks[150:]}
+    np.savez(tmp_path / "labels.npz", **parts)
+    for name, data in (("one", "numbers"), ("five", "labels")):
+        arguments = ["fit", f"{nets}:{name}", "--data", str(tmp_path / f"{data}.npz"), "--out", str(tmp_path / name)]
+        assert main([*arguments, *QUICK, "--no-prune"]) == 0
+    rows = np.float32(x[:4])
+    outputs = run_onnx(tmp_path / "one" / "model.onnx", rows)
+    assert [row["y"] for row in predict(tmp_path / "one", rows.tolist())] == pytest.approx(outputs[:, 0].tolist())
+    rows = np.float32(several[:4])
+    outputs = run_onnx(tmp_path / "five" / "model.onnx", rows)
+    found = predict(tmp_path / "five", rows.tolist())
+    assert [row["labels"] for row in found] == [[str(i) for i in range(5) if row[i] > 0] for row in outputs]
+
+
+def test_own_datasets(networks: Path, tmp_path: Path) -> None:
+    """As torch has them, with the names of the classes as torchvision has them."""
+    (tmp_path / "my_data.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import Dataset\n"
+        "class Kinds(Dataset):\n"
+        "    classes = ('a', 'b', 'c')\n"
+        "    def __init__(self, count):\n"
+        "        self.x = torch.rand(count, 12, generator=torch.Generator().manual_seed(count))\n"
+        "    def __len__(self):\n        return len(self.x)\n"
+        "    def __getitem__(self, index):\n        return self.x[index], int(self.x[index, :3].argmax())\n"
+        "def datasets():\n    return Kinds(240), Kinds(60)\n"
+        "def one():\n    return Kinds(300)\n"
+    )
+    out, function = tmp_path / "run", f"{tmp_path}/my_data.py:one"
+    assert main(["fit", f"{networks}:mlp", "--data", f"{tmp_path}/my_data.py:datasets", "--out", str(out), *QUICK]) == 0
+    assert RunFolder(out).read_json("config")["images"][1] == 60
+    assert json.loads(metadata(out / "model.onnx")["classes"]) == ["a", "b", "c"]
+    assert main(["fit", "--resume", str(out), "--quiet"]) == 0
+    one = read_objects(function, find_function(function, str(tmp_path)))
+    assert (len(one.train), len(one.test)) == (240, 60), "a fifth is set aside"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (3, "int without examples"),
+        ([[1, 2, 3]] * 3, "3 data sets"),
+        ([[torch.rand(3)]], "example 0 is a Tensor, not a pair"),
+        ([[(torch.rand(3), 0), (torch.rand(4), 1)]], "example 1 is torch.float32 of .4,."),
+        ([[(torch.full((3,), torch.nan), 0)]], "not all finite"),
+    ],
+)
+def test_datasets_that_are_none(given: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_objects("mine:data", lambda: given)
