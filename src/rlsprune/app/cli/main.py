@@ -24,6 +24,7 @@ INTERRUPTED = 130
 
 _EXTRA = {
     **dict.fromkeys(("typer", "rich", "click", "matplotlib", "jinja2", "markupsafe", "tensorboard"), "cli"),
+    "torch_pruning": "cli",
     **dict.fromkeys(("mlflow", "wandb"), "loggers"),
 }
 """The extra that a package is in."""
