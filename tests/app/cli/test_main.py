@@ -132,13 +132,13 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert re.search(rf"Examples?: `rlsprune {' '.join(command)}", capsys.readouterr().out)
 
 
-def test_help_and_readme_tell_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_page_tell_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "command-line.md").read_text(encoding="utf-8")
     for code in (0, cli.FAILED, cli.USAGE, cli.NO_DATA, cli.DIVERGED, cli.INTERRUPTED):
         assert re.search(rf"[:·] {code} \w", told), code
-        assert re.search(rf"^\| {code} \|", readme, re.MULTILINE), code
+        assert re.search(rf"^\| {code} \|", page, re.MULTILINE), code
 
 
 @pytest.mark.parametrize(
