@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from rlsprune.graph import ChannelGraph, Group, plan_cuts
+from rlsprune.graph import ChannelGraph, Group, Member, plan_cuts
+from rlsprune.graph.layers import axis_of
+from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
 
 
@@ -286,7 +288,7 @@ def conv3d() -> nn.Module:
 
 
 class VisionTransformer(nn.Module):
-    """Patches, one block of attention and MLP; only the hidden layer of the MLP can lose width."""
+    """Patches, one block of attention and MLP. Its code has the width of the heads in it, so they stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,6 +310,151 @@ class VisionTransformer(nn.Module):
         x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
         x = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
         return self.head(x.mean(1))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each around a shortcut."""
+
+    def __init__(self, width: int, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), attention
+        self.norm2, self.fc1, self.fc2 = nn.LayerNorm(width), nn.Linear(width, 10), nn.Linear(10, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+
+
+class Patches(nn.Module):
+    """An image as tokens, one block, and a head."""
+
+    def __init__(self, width: int, attention: nn.Module) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 2, 2)
+        self.position = nn.Parameter(torch.randn(1, 16, width))
+        self.block = Block(width, attention)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.block(x).mean(1))
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values of one layer; the scale follows the width of a head."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        x = functional.scaled_dot_product_attention(*qkv.unbind(0))
+        return self.proj(x.transpose(1, 2).reshape(batch, tokens, self.num_heads * self.head_dim))
+
+
+class WindowAttention(nn.Module):
+    """Attention in windows, with a table of positions that has a column for each head."""
+
+    def __init__(self, width: int, heads: int, window: int) -> None:
+        super().__init__()
+        self.num_heads, self.window, self.scale = heads, window, (width // heads) ** -0.5
+        self.table = nn.Parameter(torch.randn(2 * window - 1, heads))
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        x = x.view(-1, self.window, width)
+        place = torch.arange(self.window)
+        bias = self.table[(place[:, None] - place[None, :] + self.window - 1).flatten()]
+        bias = bias.view(self.window, self.window, -1).permute(2, 0, 1)
+        query, key, value = self.qkv(x).reshape(len(x), self.window, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (query * self.scale @ key.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1)
+        x = (weights @ value).transpose(1, 2).reshape(len(x), self.window, -1)
+        return self.proj(x).view(batch, tokens, -1)
+
+
+class SeparateAttention(nn.Module):
+    """As BERT has it: three layers, and attributes for all sizes."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_attention_heads, self.attention_head_size, self.all_head_size = heads, width // heads, width
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.dense = nn.Linear(width, width)
+        self.scaling = self.attention_head_size**-0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], self.num_attention_heads, self.attention_head_size)
+        query, key, value = (layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        weights = functional.softmax(torch.matmul(query, key.transpose(2, 3)) * self.scaling, dim=-1)
+        context = torch.matmul(weights, value).transpose(1, 2).contiguous()
+        return self.dense(context.view(*x.shape[:2], self.all_head_size))
+
+
+class RotaryAttention(nn.Module):
+    """As Llama has it: positions turn queries and keys, and several queries share a key and a value."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim, self.num_key_value_groups = width // heads, heads // kv_heads
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        shape = (batch, tokens, -1, self.head_dim)
+        query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        rates = 100.0 ** -torch.arange(0, 1, 2 / self.head_dim)
+        angles = (torch.arange(tokens)[:, None] * rates).repeat(1, 2).to(x)
+        query, key = self._turned(query, angles), self._turned(key, angles)
+        key, value = (self._repeated(part) for part in (key, value))
+        x = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(x.transpose(1, 2).reshape(batch, tokens, -1))
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        batch, heads, tokens, width = x.shape
+        x = x[:, :, None].expand(batch, heads, self.num_key_value_groups, tokens, width)
+        return x.reshape(batch, heads * self.num_key_value_groups, tokens, width)
+
+    @staticmethod
+    def _turned(x: Tensor, angles: Tensor) -> Tensor:
+        one, two = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return x * angles.cos() + torch.cat([-two, one], -1) * angles.sin()
+
+
+class ConvAttention(nn.Module):
+    """Attention between pixels, by convolutions of one pixel."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, height, width = x.shape
+        query, key, value = self.qkv(x).view(batch, 3, self.heads, -1, height * width).unbind(1)
+        weights = (query.transpose(2, 3) @ key / 2).softmax(-1)
+        attended = (weights @ value.transpose(2, 3)).transpose(2, 3)
+        return x + self.out(attended.reshape(batch, -1, height, width))
+
+
+class TorchAttention(nn.Module):
+    """``nn.MultiheadAttention`` of its input alone; with keys and values of their own widths if told so."""
+
+    def __init__(self, width: int, heads: int, packed: bool = True) -> None:
+        super().__init__()
+        self.memory = None if packed else nn.Linear(width, 5)
+        other = {} if packed else {"kdim": 5, "vdim": 5}
+        self.inner = nn.MultiheadAttention(width, heads, batch_first=True, **other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x if self.memory is None else self.memory(x)
+        return self.inner(x, other, other, need_weights=False)[0]
 
 
 class Gated(nn.Module):
@@ -424,6 +571,54 @@ ZOO: dict[str, Specimen] = {
     "conv1d": Specimen(conv1d, (3, 3, 8), {"0": 8, "3": 6, "6": 9}, ("9",)),
     "conv3d": Specimen(conv3d, (2, 2, 4, 4, 4), {"0": 6, "4": 5}, ("7",)),
     "vit": Specimen(VisionTransformer, _IMAGE, {"fc1": 16}, ("patch", "head")),
+    "vit-heads": Specimen(
+        lambda: Patches(12, FusedAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "swin": Specimen(
+        lambda: Patches(12, WindowAttention(12, 3, 4)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "bert": Specimen(
+        lambda: Patches(12, SeparateAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "llama": Specimen(
+        lambda: Patches(24, RotaryAttention(24, 6, 2)),
+        _IMAGE,
+        {"block.attention[heads]": 2, "block.attention[queries]": 3, "block.fc1": 10},
+        ("patch", "head", "block.attention[values]"),
+    ),
+    "hybrid": Specimen(
+        lambda: ResNet(ConvAttention(8, 2), BasicBlock(8, 8, 1), stem=8, head=8),
+        _IMAGE,
+        {"stem.0": 8, "blocks.0[heads]": 2, "blocks.0[dims]": 4, "blocks.1.conv1": 8},
+        ("fc",),
+    ),
+    "torch-attention": Specimen(
+        lambda: Patches(12, TorchAttention(12, 3)),
+        _IMAGE,
+        {
+            **{"block.attention.inner[heads]": 3, "block.attention.inner[keys]": 4, "block.attention.inner[values]": 4},
+            **{"block.fc1": 10},
+        },
+        ("patch", "head"),
+    ),
+    "torch-cross-attention": Specimen(
+        lambda: Patches(12, TorchAttention(12, 3, packed=False)),
+        _IMAGE,
+        {
+            **{"block.attention.inner[heads]": 3, "block.attention.inner[keys]": 4, "block.attention.inner[values]": 4},
+            **{"block.fc1": 10},
+        },
+        ("patch", "head"),
+    ),
     "gated": Specimen(Gated, _IMAGE, {"conv": 6}, ("fc",)),
     "channels-last-flatten": Specimen(ChannelsLastFlatten, _IMAGE, {"conv": 6, "fc1": 9}, ("fc2",)),
     "channel-softmax": Specimen(ChannelSoftmax, _IMAGE, {"mix": 7}, ("conv", "fc")),
@@ -434,8 +629,13 @@ ZOO: dict[str, Specimen] = {
 def zeroed_output(model: nn.Module, chosen: list[tuple[Group, Tensor]], x: Tensor) -> Tensor:
     """What the network says when these units are zeroed where they are read, in evaluation mode."""
     handles = []
+    before = Snapshot(model, copy=True)
     for group, units in chosen:
-        for member in group.consumers:
+        for member in group.consumers if group.attention is not None else ():
+            _zero(member, units)  # by its weights: torch's attention does not call its output projection
+        for member, _ in group.products:
+            _zero(member, units)
+        for member in group.consumers if group.attention is None else ():
             columns = member.index[units].flatten()
 
             def zero(_: nn.Module, inputs: tuple[Tensor], columns: Tensor = columns) -> Tensor:
@@ -451,7 +651,17 @@ def zeroed_output(model: nn.Module, chosen: list[tuple[Group, Tensor]], x: Tenso
     output = evaluate(model, x)
     for handle in handles:
         handle.remove()
+    before.restore()
     return output
+
+
+def _zero(member: Member, units: Tensor) -> None:
+    """Zeroes the weights, and biases, of some units on one side of a layer."""
+    for slab in axis_of(member.module, member.side).slabs:
+        tensor = getattr(member.module, slab.tensor, None)
+        if tensor is not None:
+            own = slab.entries(member.index[units].flatten(), tensor.shape[slab.dim])
+            tensor.data = tensor.data.index_fill(slab.dim, own, 0)
 
 
 def evaluate(model: nn.Module, x: Tensor) -> Tensor:

@@ -275,7 +275,7 @@ class Record:
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self._path, self._settings = path, {**settings, "calibration": CALIBRATION}
+        self._path, self._settings = path, settings
         self.rows: list[dict[str, Any]] = []
         if path is not None and path.exists():
             known = json.loads(path.read_text())
@@ -314,7 +314,10 @@ def main() -> None:
     torch.set_num_threads(1)
     shares = FRONT if options.what == "front" else [float(share) for share in options.flops.split(",")]
     wanted = options.methods.split(",") if options.methods else None
-    record = Record(options.record, {"weights": options.weights.name, "test_images": options.test_images})
+    record = Record(
+        options.record,
+        {"weights": options.weights.name, "test_images": options.test_images, "calibration": CALIBRATION},
+    )
     rows = record.rows
     for seed in map(int, options.seeds.split(",")):
         case = load_case(options.weights, options.data_dir, seed, options.test_images)

@@ -165,8 +165,10 @@ class TestLeftAlone:
             embed=nn.Linear(6, 8), attend=nn.MultiheadAttention(8, 2, batch_first=True), out=nn.Linear(8, 2),
         )  # fmt: skip
         graph = find_groups(model, torch.randn(2, 5, 6))
-        assert [group.name for group in graph] == ["input", "attend.out_proj"]
+        heads = ["attend[heads]", "attend[keys]", "attend[values]"]
+        assert [group.name for group in graph] == ["input", *heads, "attend.out_proj"]
         assert "attend multiplies it with a parameter" in graph.skipped["embed"]
+        assert type(model.attend) is nn.MultiheadAttention, "the network was not left as it was"
         model = Custom(
             lambda self, x: self.out(self.cell(self.embed(x))[0].mean(1)),
             embed=nn.Linear(6, 8), cell=nn.LSTM(8, 8, batch_first=True), out=nn.Linear(8, 2),

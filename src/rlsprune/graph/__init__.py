@@ -1,7 +1,8 @@
 """Which channels of a network must go together, and where each of them lies in every layer."""
 
-from rlsprune.graph.build import find_groups
+from rlsprune.graph.build import find_groups, open_attention_of
 from rlsprune.graph.cuts import Cuts, plan_cuts
-from rlsprune.graph.groups import ChannelGraph, Group, Member
+from rlsprune.graph.groups import ChannelGraph, Group
+from rlsprune.graph.members import Member
 
-__all__ = ["ChannelGraph", "Cuts", "Group", "Member", "find_groups", "plan_cuts"]
+__all__ = ["ChannelGraph", "Cuts", "Group", "Member", "find_groups", "open_attention_of", "plan_cuts"]

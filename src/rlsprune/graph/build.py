@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from rlsprune.graph.groups import ChannelGraph, Group, Member
+from rlsprune.graph.attention import find_attention
+from rlsprune.graph.flow import follow_channels
+from rlsprune.graph.groups import ChannelGraph, Group
 from rlsprune.graph.labelling import Labelling
 from rlsprune.graph.layers import unprunable
+from rlsprune.graph.members import Member
 from rlsprune.graph.observe import Call, Observation, RawInput, observe
+from rlsprune.graph.settle import settle_attention
 from rlsprune.graph.trace import trace_groups
-from rlsprune.graph.verify import verify_groups
+from rlsprune.graph.verify import CutTrial, verify_groups
+from rlsprune.model.attention import open_attention, opened
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import plain_attention, preserved
@@ -43,12 +48,38 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
     _refuse_wrappers(model)
     ignored = _expand(model, ignore)
     call = Call.of(example_inputs)
-    with uninterrupted(), preserved(model):
+    with uninterrupted(), preserved(model), plain_attention(), opened(model):
         call, labelling, seen = _run(model, call)
         inputs, raw = _input_groups(model, seen, ignored)
-        drafts, skipped = trace_groups(labelling, seen, ignored)
-        groups, failed = verify_groups(model, call, [*inputs, *drafts], labelling.order)
-    return ChannelGraph(groups, {**raw, **skipped, **failed})
+        trial = CutTrial(model, call)
+        candidates, unattended = find_attention(model, follow_channels(model, call), seen, labelling.order, ignored)
+        heads, headless = settle_attention(candidates, trial)
+        drafts, skipped = _beside(heads, *trace_groups(labelling, seen, ignored))
+        found = [*inputs, *_in_order([*heads, *drafts], labelling.order)]
+        groups, failed = verify_groups(trial, found, labelling.order)
+    return ChannelGraph(groups, {**raw, **skipped, **unattended, **headless, **failed})
+
+
+def open_attention_of(graph: ChannelGraph) -> None:
+    """Opens every ``nn.MultiheadAttention`` whose heads can go, so that its output projection is called."""
+    for member in (member for group in graph for member in group.producers):
+        if isinstance(member.module, nn.MultiheadAttention):
+            open_attention(member.module)
+
+
+def _beside(
+    heads: Sequence[Group], drafts: Sequence[Group], skipped: Mapping[str, str]
+) -> tuple[list[Group], dict[str, str]]:
+    """Groups, and reasons to leave layers alone, of what is no part of a head."""
+    taken = {member.axis for group in heads for member in group.producers + group.carriers}
+    left = [g for g in drafts if taken.isdisjoint(member.axis for member in g.producers + g.carriers)]
+    names = {name for name, _ in taken}
+    return left, {name: why for name, why in skipped.items() if name.partition("[")[0] not in names}
+
+
+def _in_order(groups: Sequence[Group], order: Mapping[nn.Module, int]) -> list[Group]:
+    """As the network runs."""
+    return sorted(groups, key=lambda group: order.get(group.producers[0].module, len(order)))
 
 
 def _run(model: nn.Module, call: Call) -> tuple[Call, Labelling, Observation]:
@@ -56,8 +87,7 @@ def _run(model: nn.Module, call: Call) -> tuple[Call, Labelling, Observation]:
     for example in (call.of_few(), call):
         labelling = Labelling(model)
         try:
-            with plain_attention():
-                seen, output = observe(model, example, labelling.following(model))
+            seen, output = observe(model, example, labelling.following(model))
         except ValueError:
             if example is call:
                 raise

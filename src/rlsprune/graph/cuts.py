@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlsprune.graph.groups import Axis, Group, Member, unit_index
+from rlsprune.graph.groups import Group, unit_index
 from rlsprune.graph.layers import axis_of, join
+from rlsprune.graph.members import Axis, Member
 from rlsprune.model.tensors import memory_format
 
 
@@ -27,6 +28,17 @@ class Cuts:
     """Name of a parameter or buffer → its shape before the cut."""
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     """Name of a module → attribute → its value after the cut."""
+    factors: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    """Name of a parameter → dimension, and what its entries along it that stay are multiplied by."""
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """What becomes of a parameter or buffer."""
+        result = cut(tensor, self.tensors[name])
+        if name in self.factors:
+            dim, factors = self.factors[name]
+            shape = [-1 if place == dim else 1 for place in range(result.dim())]
+            result = result * factors.to(result).view(shape)
+        return result
 
 
 def plan_cuts(removed: Sequence[tuple[Group, Tensor | Sequence[int]]]) -> Cuts:
@@ -49,6 +61,10 @@ def plan_cuts(removed: Sequence[tuple[Group, Tensor | Sequence[int]]]) -> Cuts:
             cuts.stay[member.axis][member.index[units]] = False
     for axis, member in members.items():
         _cut_member(cuts, member, cuts.stay[axis].nonzero().flatten())
+    for attention in {group.attention.name: group.attention for group, _ in removed if group.attention}.values():
+        for name, values in attention.attributes(cuts.stay).items():
+            cuts.attributes.setdefault(name, {}).update(values)
+        cuts.factors.update(attention.factors(cuts.stay))
     return cuts
 
 
@@ -83,10 +99,10 @@ def _cut_member(cuts: Cuts, member: Member, keep: Tensor) -> None:
         tensor = tensors.get(slab.tensor)
         if tensor is not None:
             # Every group of a grouped convolution keeps the same offsets: those of the first say it all.
-            entries = keep if slab.groups == 1 else keep[keep < axis.size // slab.groups]
-            _cut_tensor(cuts, join(member.name, slab.tensor), tensor, slab.dim, entries)
-    values = cuts.attributes.setdefault(member.name, {})
-    values.update({name: len(keep) // divisor for name, divisor in axis.attributes.items()})
+            size = axis.size // slab.groups if slab.groups > 1 else tensor.shape[slab.dim]
+            _cut_tensor(cuts, join(member.name, slab.tensor), tensor, slab.dim, slab.entries(keep, size))
+    values = {name: len(keep) // divisor for name, divisor in axis.attributes.items()}
+    cuts.attributes.setdefault(member.name, {}).update(values)
 
 
 def _cut_tensor(cuts: Cuts, name: str, tensor: Tensor, dim: int, keep: Tensor) -> None:

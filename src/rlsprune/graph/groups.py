@@ -8,37 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rlsprune.graph.layers import Side
+from rlsprune.graph.heads import Attention, renumbered
+from rlsprune.graph.members import Axis, Member
 from rlsprune.model.tensors import complement
 
 if TYPE_CHECKING:
     from rlsprune.graph.cuts import Cuts
-
-Axis = tuple[str, Side]
-
-
-@dataclass(frozen=True)
-class Member:
-    """One side of one layer, and which of its channels belong to which unit of the group."""
-
-    name: str
-    """Of the module in ``model.named_modules()``; of the parameter for a parameter that stands by itself."""
-    module: nn.Module
-    """The layer; for a parameter that stands by itself, the module that owns it."""
-    side: Side
-    index: Tensor
-    """(units × k): the channels on that side that belong to each unit, ascending."""
-    dim: int | None = None
-    """For a parameter that stands by itself, the dimension along which its channels lie."""
-    reads: nn.Module | None = None
-    """The module whose output the layer is called with, where that is known."""
-
-    @property
-    def axis(self) -> Axis:
-        """What the index counts along: members of different groups can share it, as after a concatenation."""
-        return self.name, self.side
 
 
 @dataclass(frozen=True)
@@ -71,6 +48,12 @@ class Group:
     """Layers passed through channel by channel: normalisation, PReLU, depthwise convolution, lone parameters."""
     consumers: tuple[Member, ...]
     """Layers whose input channels are the units."""
+    products: tuple[tuple[Member, Member], ...] = ()
+    """Dimensions of queries and keys: they are read by each other. Channels in the same place of both meet."""
+    attention: Attention | None = None
+    """What the units are a part of: heads, or dimensions in all heads."""
+    level: int = 0
+    """Of two groups that share channels, as heads and the dimensions inside of them do, the outer one is lower."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -108,8 +91,7 @@ class ChannelGraph:
 
     def shrink(self, cuts: Cuts) -> None:
         """Renumber every group after a plan was carried out; without running the network again."""
-        places = {axis: stay.cumsum(0) - 1 for axis, stay in cuts.stay.items()}
-        self.groups = tuple(_renumber(group, cuts.units.get(group.name), places) for group in self.groups)
+        self.groups = tuple(_renumber(group, cuts.units.get(group.name), cuts.stay) for group in self.groups)
 
 
 def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
@@ -126,15 +108,14 @@ def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
     return index
 
 
-def _renumber(group: Group, units: Tensor | None, places: Mapping[Axis, Tensor]) -> Group:
+def _renumber(group: Group, units: Tensor | None, stay: Mapping[Axis, Tensor]) -> Group:
     """The group without some units, its channels where they are now."""
-    if units is None and group.axes.isdisjoint(places):
+    if units is None and group.axes.isdisjoint(stay):
         return group
     keep = torch.arange(group.size) if units is None else complement(group.size, units)
 
     def moved(member: Member) -> Member:
-        index = member.index.index_select(0, keep)
-        return replace(member, index=places[member.axis][index] if member.axis in places else index)
+        return renumbered(replace(member, index=member.index.index_select(0, keep)), stay)
 
     return replace(
         group,
@@ -142,4 +123,6 @@ def _renumber(group: Group, units: Tensor | None, places: Mapping[Axis, Tensor])
         producers=tuple(map(moved, group.producers)),
         carriers=tuple(map(moved, group.carriers)),
         consumers=tuple(map(moved, group.consumers)),
+        products=tuple((moved(one), moved(other)) for one, other in group.products),
+        attention=None if group.attention is None else group.attention.renumbered(stay),
     )

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from rlsprune.model.attention import value_dim
+
 Side = Literal["in", "out", "both"]
 """The channels a layer reads, those it makes, or, where each output channel is made of one input channel, both."""
 
@@ -22,6 +24,12 @@ class Slab:
     dim: int
     groups: int = 1
     """How many channels share an entry of ``dim``: a grouped convolution stores only ``channels / groups`` entries."""
+    offset: int = 0
+    """The channel that its first entry is: queries, keys and values may have a tensor each."""
+
+    def entries(self, channels: Tensor, size: int) -> Tensor:
+        """Which of its entries, of so many, these channels are; those of other tensors left out."""
+        return channels[(channels >= self.offset) & (channels < self.offset + size)] - self.offset
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
     Raises:
         ValueError: if the layer has no channels on that side that could be removed.
     """
+    if isinstance(module, nn.MultiheadAttention) and side == "out":
+        return _attention_axis(module)
     if side not in sides(module):
         raise ValueError(f"{type(module).__name__} has no channels to remove on its {side!r} side")
     if isinstance(module, nn.Linear):
@@ -81,6 +91,14 @@ def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
     return ModuleAxis(module.embedding_dim, (Slab("weight", 1),), {"embedding_dim": 1})
 
 
+def _attention_axis(module: nn.MultiheadAttention) -> ModuleAxis:
+    """Queries of all heads, then keys, then values."""
+    width, values = module.num_heads * module.head_dim, module.num_heads * value_dim(module)
+    parts = [("q_proj_weight", 0, 0), ("k_proj_weight", 0, width), ("v_proj_weight", 0, 2 * width)]
+    parts += [("in_proj_weight", 0, 0), ("in_proj_bias", 0, 0), ("bias_k", 2, width), ("bias_v", 2, 2 * width)]
+    return ModuleAxis(2 * width + values, tuple(Slab(name, dim, 1, start) for name, dim, start in parts))
+
+
 def _conv_axis(module: _ConvNd, side: Side) -> ModuleAxis:
     if side == "both":
         names = {"in_channels": 1, "out_channels": 1, "groups": 1}
@@ -97,7 +115,8 @@ def _conv_axis(module: _ConvNd, side: Side) -> ModuleAxis:
 
 def unprunable(module: nn.Module) -> str | None:
     """Why the tensors of this layer cannot be cut although its kind can; None if they can."""
-    known = {slab.tensor for side in sides(module) for slab in axis_of(module, side).slabs}
+    own_sides = ("out",) if isinstance(module, nn.MultiheadAttention) else sides(module)
+    known = {slab.tensor for side in own_sides for slab in axis_of(module, side).slabs}
     own = {name for name, value in module._parameters.items() if value is not None}
     if "weight" in known and hasattr(module, "weight") and module.weight is not None and "weight" not in own:
         return "its weight is parametrised or masked, not a plain parameter; remove the parametrisation first"

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsprune.graph.groups import Group, Member
+from rlsprune.graph.groups import Group
 from rlsprune.graph.labelling import Labelling
 from rlsprune.graph.layers import Side
+from rlsprune.graph.members import Member
 from rlsprune.graph.observe import Observation
 from rlsprune.graph.slots import Place
 
@@ -52,7 +53,8 @@ def trace_groups(
             index = torch.tensor([unit[place] for unit in units], dtype=torch.long)
             module = slots.owner[place]
             by_side[side].append(Member(own, module, side, index, dim, seen.sources.get(module)))
-        group = Group(name, len(units), False, *(tuple(by_side[side]) for side in ("out", "both", "in")))
+        made, carried, read = (tuple(by_side[side]) for side in ("out", "both", "in"))
+        group = Group(name, len(units), False, made, carried, read)
         why = reason or _whole(group, ignore)
         if why is None:
             groups.append(group)

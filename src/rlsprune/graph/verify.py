@@ -17,8 +17,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
-from rlsprune.graph.cuts import cut, plan_cuts
+from rlsprune.graph.cuts import plan_cuts
 from rlsprune.graph.groups import Group
+from rlsprune.graph.layers import axis_of
 from rlsprune.graph.observe import Call, hooked
 from rlsprune.model.calls import output_tensors
 from rlsprune.model.interrupts import stop_if_interrupted
@@ -32,7 +33,7 @@ _MOST_RUNS = 100
 
 
 def verify_groups(
-    model: nn.Module, call: Call, groups: Sequence[Group], order: Mapping[nn.Module, int]
+    trial: CutTrial, groups: Sequence[Group], order: Mapping[nn.Module, int]
 ) -> tuple[list[Group], dict[str, str]]:
     """Keep the groups from which any channels, or input features, can go.
 
@@ -42,15 +43,14 @@ def verify_groups(
     where to look.
 
     Args:
-        model: The network, in evaluation mode.
-        call: How it is called.
+        trial: Of the network.
         groups: Those to be proved.
         order: Module → position of its first call.
 
     Returns:
         The groups that passed, and name → reason of the others.
     """
-    search = _Search(_Trial(model, call), order)
+    search = _Search(trial, order)
     for amount in (0.0, 0.5):
         search.sift(groups, amount)
     shared = _sharing([group for group in groups if group.name not in search.failed])
@@ -77,7 +77,7 @@ class _Fault:
 class _Search:
     """Finds which groups fail, in few runs of the network."""
 
-    def __init__(self, trial: _Trial, order: Mapping[nn.Module, int]) -> None:
+    def __init__(self, trial: CutTrial, order: Mapping[nn.Module, int]) -> None:
         self.trial, self.order = trial, order
         self.failed: dict[str, str] = {}
 
@@ -125,7 +125,7 @@ def _kind(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", name)
 
 
-class _Trial:
+class CutTrial:
     """The network with random weights, which cannot hide a mistake as zero-initialised ones do."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
@@ -192,13 +192,13 @@ class _Trial:
             count = 1 + int(amount * (group.size - 2))
             chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
         with _at_readers(chosen, zero_channels):
-            whole = self.run({})
+            whole = self.run(self._without_products(chosen))
         cuts = plan_cuts(chosen)
         tensors = dict(_named_tensors(self.model, duplicates=True))
         state = {}
-        for name, dims in cuts.tensors.items():
+        for name in cuts.tensors:
             key = self.canonical[id(tensors[name])]
-            state[key] = cut(self.state[key], dims)
+            state[key] = cuts.cut(name, self.state[key])
         what = "features" if all(group.is_input for group in groups) else "channels"
         inputs = [(group, units) for group, units in chosen if group.is_input]
         entered: list[nn.Module] = []
@@ -213,6 +213,19 @@ class _Trial:
             why = f"the network does not run without some of its {what} ({first_line(error)})"
             return _Fault(why, entered[-1] if entered else None)
         return self._difference(whole, small, what)
+
+    def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
+        """Tensors with queries zeroed that are read by keys alone."""
+        state: dict[str, Tensor] = {}
+        zeroed = [(member, member.index[units].flatten()) for group, units in chosen for member, _ in group.products]
+        for member, channels in zeroed:
+            for slab in axis_of(member.module, member.side).slabs:
+                tensor = member.module._parameters.get(slab.tensor)
+                if tensor is not None:
+                    name = self.canonical[id(tensor)]
+                    own = slab.entries(channels, tensor.shape[slab.dim]).to(tensor.device)
+                    state[name] = state.get(name, self.state[name]).index_fill(slab.dim, own, 0)
+        return state
 
     def run(self, state: dict[str, Tensor]) -> dict[nn.Module | str, list[Tensor]]:
         """Outputs of every layer and of the network."""

@@ -10,8 +10,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from rlsprune.model.arguments import quoted
+from rlsprune.model.attention import open_attention, value_dim
 
-__all__ = ["Sizes", "check_sizes", "implied_shapes", "read_sizes", "write_sizes"]
+__all__ = [
+    "HEAD_SIZES",
+    "Sizes",
+    "check_sizes",
+    "head_sizes",
+    "implied_shapes",
+    "is_attention",
+    "read_sizes",
+    "write_sizes",
+]
 
 Sizes = dict[str, int | list[int]]
 Shapes = dict[str, tuple[int, ...]]
@@ -58,6 +68,19 @@ def _embedding(_: nn.Module, sizes: dict[str, int]) -> Shapes:
     return {"weight": (sizes["num_embeddings"], sizes["embedding_dim"])}
 
 
+def _attention(layer: nn.MultiheadAttention, sizes: dict[str, int]) -> Shapes:
+    width, values = sizes["num_heads"] * sizes["head_dim"], sizes["num_heads"] * sizes["value_dim"]
+    return {
+        "in_proj_weight": (2 * width + values, layer.embed_dim),
+        "in_proj_bias": (2 * width + values,),
+        "q_proj_weight": (width, layer.embed_dim),
+        "k_proj_weight": (width, layer.kdim),
+        "v_proj_weight": (values, layer.vdim),
+        "bias_k": (1, 1, width),
+        "bias_v": (1, 1, values),
+    }
+
+
 _CHANNELS = ("in_channels", "out_channels", "groups")
 
 # The first kind that fits is taken: transposed convolutions are convolutions too.
@@ -70,7 +93,29 @@ _KINDS = (
     _Kind((nn.LayerNorm, nn.RMSNorm), ("normalized_shape",), _layer_norm),
     _Kind((nn.PReLU,), ("num_parameters",), _prelu),
     _Kind((nn.Embedding, nn.EmbeddingBag), ("num_embeddings", "embedding_dim"), _embedding),
+    _Kind((nn.MultiheadAttention,), ("num_heads", "head_dim", "value_dim"), _attention),
 )
+HEAD_SIZES: dict[str, tuple[str, ...]] = {
+    "heads": (
+        *("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_q_heads", "num_query_heads"),
+        *("n_local_heads", "attention_heads"),
+    ),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_local_kv_heads"),
+    "repeats": ("num_key_value_groups", "n_rep", "num_queries_per_kv", "q_per_kv", "kv_groups"),
+    "head_dim": (
+        *("head_dim", "attention_head_size", "dim_head", "d_head", "head_size", "key_value_proj_dim", "dim_per_head"),
+        *("key_dim", "d_k", "head_width", "attn_head_dim", "d_kv"),
+    ),
+    "value_dim": ("value_dim", "v_head_dim", "d_v"),
+    "width": (
+        *("all_head_size", "inner_dim", "split_size", "attn_dim", "all_head_dim", "inner_size", "attention_dim"),
+        *("attn_width", "q_dim", "qkv_dim"),
+    ),
+    "kv_width": ("kv_dim", "kv_size"),
+    "outer_width": ("embed_dim", "hidden_size", "d_model", "dim", "n_embd", "embedding_dim"),
+}
+"""What the sizes of an attention are called. An outer width may be that of its input, or that of all heads."""
+_HEAD_NAMES = tuple(name for names in HEAD_SIZES.values() for name in names)
 # What has to be a multiple of what.
 _MULTIPLES = (("in_channels", "groups"), ("out_channels", "groups"), ("num_channels", "num_groups"))
 
@@ -83,13 +128,29 @@ def read_sizes(layer: nn.Module) -> Sizes | None:
     """The layer's size attributes, or None for a module that has none that we know how to change."""
     kind = _kind(layer)
     if kind is None:
-        return None
+        return head_sizes(layer) or None
+    if isinstance(layer, nn.MultiheadAttention):
+        return {"num_heads": layer.num_heads, "head_dim": layer.head_dim, "value_dim": value_dim(layer)}
     values = {name: getattr(layer, name) for name in kind.attributes}
     return {name: list(value) if isinstance(value, tuple) else int(value) for name, value in values.items()}
 
 
+def head_sizes(module: nn.Module) -> Sizes:
+    """Attributes of a module that are called as the sizes of an attention are."""
+    own = vars(module)
+    return {name: own[name] for name in _HEAD_NAMES if type(own.get(name)) is int}
+
+
+def is_attention(layer: nn.Module) -> bool:
+    """Whether the sizes of a module are those of an attention."""
+    kind = _kind(layer)
+    return kind is None or nn.MultiheadAttention in kind.types
+
+
 def write_sizes(layer: nn.Module, sizes: Mapping[str, int | list[int]]) -> None:
     """Sets the layer's size attributes to checked sizes."""
+    if isinstance(layer, nn.MultiheadAttention) and (read_sizes(layer) or {}) != {**(read_sizes(layer) or {}), **sizes}:
+        open_attention(layer)
     for name, value in sizes.items():
         setattr(layer, name, tuple(value) if isinstance(value, list) else value)
 

@@ -90,6 +90,7 @@ class Costs:
         self._cut: dict[str, tuple[float, dict[int, dict[str, float]]]] = {}
         """Name of a parameter → its cost, and for each of its dimensions the part of it that is each group's."""
         self._of_group: dict[str, list[str]] = {}
+        self._levels = {group.name: group.level for group in groups}
         for group in groups:
             cuts = plan_cuts([(group, [0])])
             # No buffers, and of a shared parameter its first name alone.
@@ -124,7 +125,13 @@ class Costs:
     def _cost(self, name: str, gone: Mapping[str, Any]) -> Any:
         cost, dims = self._cut[name]
         for parts in dims.values():
-            cost *= 1 - sum(part * gone.get(group, 0.0) for group, part in parts.items())
+            # Of heads and of the dimensions inside of them, the shares multiply; of neighbours they add up.
+            left: dict[int, Any] = {}
+            for group, part in parts.items():
+                level = self._levels[group]
+                left[level] = left.get(level, 1.0) - part * gone.get(group, 0.0)
+            for share in left.values():
+                cost = cost * share
         return cost
 
 

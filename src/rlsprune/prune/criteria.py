@@ -43,9 +43,9 @@ def obs(group: Group, inverse_of: InverseOf) -> list[Tensor]:
     """Optimal brain surgeon: how much the layer's output changes, ``tr(W_dᵀ P_dd⁻¹ W_d)``, after the best refit.
 
     Summed over all consumers, each scaled to a mean of 1. A consumer whose inputs are not rows of a matrix (a
-    transposed convolution) is scored by its weights alone.
+    transposed convolution) is scored by its weights alone, and so are queries and keys, which read each other.
     """
-    return _mean([_surgeon(member, inverse_of) for member in group.consumers])
+    return _mean([*(_surgeon(member, inverse_of) for member in group.consumers), *map(product_norms, group.products)])
 
 
 def l1(group: Group) -> list[Tensor]:
@@ -109,13 +109,26 @@ def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
 
 def weight_norms(member: Member, power: int) -> Tensor:
     """Sum of ``|w|^power`` over the weights of each unit, in float64 on the CPU."""
-    weight = member.module.weight.detach()  # type: ignore[operator]
-    slab = next(slab for slab in axis_of(member.module, member.side).slabs if slab.tensor == "weight")
-    other_dims = [dim for dim in range(weight.dim()) if dim != slab.dim]
-    sums = (
-        weight.abs().pow(power).sum(other_dims, dtype=torch.float32 if weight.device.type == "mps" else torch.float64)
-    )
-    return sums.double().cpu()[member.index % len(sums)].sum(1)
+    return _channel_norms(member, power).sum(1)
+
+
+def _channel_norms(member: Member, power: int) -> Tensor:
+    """Of the weights of each channel of each unit."""
+    parts = []
+    for slab in axis_of(member.module, member.side).slabs:
+        weight = getattr(member.module, slab.tensor, None)
+        if weight is None or not slab.tensor.endswith("weight"):
+            continue
+        other_dims = [dim for dim in range(weight.dim()) if dim != slab.dim]
+        dtype = torch.float32 if weight.device.type == "mps" else torch.float64
+        parts.append(weight.detach().abs().pow(power).sum(other_dims, dtype=dtype).double().cpu())
+    sums = torch.cat(parts)
+    return sums[member.index % len(sums)]
+
+
+def product_norms(product: tuple[Member, Member]) -> Tensor:
+    """How much of the scores of attention each dimension makes up, by the weights of queries and keys alone."""
+    return (_channel_norms(product[0], 2) * _channel_norms(product[1], 2)).sum(1)
 
 
 def _scales(member: Member) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlsprune.graph.layers import axis_of, sides
 from rlsprune.model.selector import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.model.sizes import read_sizes, write_sizes
 from rlsprune.model.tensors import replace_data
 from rlsprune.optim.entries import upgraded
 
@@ -41,9 +41,7 @@ class Snapshot:
                 for own, buffer in module._buffers.items()
                 if own != KEPT_INPUTS
             }
-            self._attributes[name] = {
-                own: getattr(module, own) for side in sides(module) for own in axis_of(module, side).attributes
-            }
+            self._attributes[name] = dict(read_sizes(module) or {})
             if isinstance(module, nn.Linear):
                 kept = kept_inputs(module)
                 self._selectors[name] = None if kept is None else (self._keep(kept), full_in_features(module))
@@ -64,8 +62,7 @@ class Snapshot:
                 module._buffers[own] = buffer
                 if buffer is not None and data is not None:
                     replace_data(buffer, self._keep(data).to(buffer.device))
-            for own, value in self._attributes[name].items():
-                setattr(module, own, value)
+            write_sizes(module, self._attributes[name])
             if isinstance(module, nn.Linear):
                 kept, width = self._selectors[name] or (None, None)
                 set_kept_inputs(module, kept, width)

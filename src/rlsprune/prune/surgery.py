@@ -15,9 +15,10 @@ from torch.optim.swa_utils import AveragedModel
 from rlsprune.distributed.ddp import rebuild
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import find_ranks
-from rlsprune.graph import ChannelGraph, find_groups
+from rlsprune.graph import ChannelGraph, find_groups, open_attention_of
 from rlsprune.graph.cuts import Cuts, cut
 from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.sizes import write_sizes
 from rlsprune.model.tensors import replace_data
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.snapshot import Snapshot
@@ -162,6 +163,7 @@ class LiveNetwork:
 
     def _find_graph(self) -> ChannelGraph:
         graph = find_groups(self.model, self._example_inputs, self._ignore)
+        open_attention_of(graph)
         if not graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())
             raise ValueError(f"the model has nothing to prune. {reasons}")
@@ -213,13 +215,12 @@ def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: st
             # Shared by two layers, which the plan cuts alike.
             continue
         done.add(id(tensor))
-        changes.append(partial(replace_data, tensor, cut(tensor, dims)))
+        changes.append(partial(replace_data, tensor, cuts.cut(name, tensor)))
         if optimizer is not None and tensor in optimizer.state:
             state = optimizer.state[tensor]
             changes.append(partial(state.update, _cut_state(state, tensor, dims)))
     for module, values in cuts.attributes.items():
-        layer = model.get_submodule(module)
-        changes += [partial(setattr, layer, name, value) for name, value in values.items()]
+        changes.append(partial(write_sizes, model.get_submodule(module), values))
     return changes
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from rlsprune.graph import ChannelGraph, Member
+from rlsprune.graph import ChannelGraph, Group, Member
 from rlsprune.graph.sites import Site, layer_names
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
-from rlsprune.prune.criteria import weight_norms
+from rlsprune.prune.criteria import product_norms, weight_norms
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
 from rlsprune.shrinking.leastsquares import MOST_INPUTS
 from rlsprune.shrinking.rebuild import DAMPING, Calibration, affine_of, can_shift, draw_places, gather_rows
@@ -41,6 +41,13 @@ class _Seen:
         """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
         return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, dim=1)
 
+    def own_share(self) -> float:
+        """What the layer itself adds of the variance that errors are measured by: all of it, or part of a sum."""
+        if self.weights is None or self.scale is None:
+            return 1.0
+        made = (self.matrix() @ self.weights.to(self.rows[0])) * self.scale.view(len(self.weights), 1, -1)
+        return min(1.0, float(made.float().var(1).sum()) / max(self.variance, torch.finfo(torch.float32).tiny))
+
 
 @dataclass
 class Eliminations:
@@ -57,6 +64,7 @@ def find_curves(
     graph: ChannelGraph,
     sites: Mapping[tuple[str, int], Site],
     batches: Calibration,
+    products: Mapping[str, tuple[Tensor, Tensor]],
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
 ) -> Eliminations:
     """For each group the order in which its units go, and what that costs.
@@ -69,12 +77,14 @@ def find_curves(
         graph: Its groups.
         sites: Its layers' calls.
         batches: Inputs.
+        products: Name of a group of dimensions of queries and keys → second moments of both, head by head.
         on_layer: Told each layer's name, and how many are done of how many.
     """
     names = layer_names(whole)
     modules = dict(whole.named_modules())
     groups = list(graph)
-    waiting = {group.name: {_home(member, modules, names) for member in group.consumers} for group in groups}
+    attended = {group.name: _output_projections(group, groups) for group in groups}
+    waiting = {group.name: {_home(member, modules, names) for member in attended[group.name]} for group in groups}
     wanted = set().union(*waiting.values()) if waiting else set()
     calls = Counter(site.layer for site in sites.values() if site.layer in wanted)
     seen: dict[str, _Seen] = {}
@@ -86,7 +96,10 @@ def find_curves(
         for group in groups:
             if group.name not in curves and (final or waiting[group.name] <= done):
                 readers = [_reader(member, seen.get(_home(member, modules, names))) for member in group.consumers]
-                curves[group.name] = eliminate([reader for reader in readers if reader is not None], group.size)
+                if group.products:
+                    reading = [seen.get(_home(member, modules, names)) for member in attended[group.name]]
+                    readers.append(_score_reader(group, products.get(group.name), reading))
+                curves[group.name] = eliminate(readers, group.size)
         needed = set().union(*(waiting[group.name] for group in groups if group.name not in curves))
         for name in [name for name in seen if name not in needed]:
             del seen[name]
@@ -129,7 +142,31 @@ def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: 
     seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
 
 
-def _reader(member: Member, seen: _Seen | None) -> UnitReader | None:
+def _output_projections(group: Group, groups: Sequence[Group]) -> Sequence[Member]:
+    """The layers that read a group, or the attention that it is a part of: queries and keys have none of their own."""
+    if group.consumers or group.attention is None:
+        return group.consumers
+    name = group.attention.name
+    return next((own.consumers for own in groups if own.consumers and own.attention and own.attention.name == name), ())
+
+
+def _score_reader(group: Group, moments: tuple[Tensor, Tensor] | None, reading: Sequence[_Seen | None]) -> UnitReader:
+    """The scores of attention, which read keys with queries as weights, head by head.
+
+    What is lost of their variance is thought to be lost of the attention's output: as much of what reads it.
+    """
+    share = max((seen.own_share() for seen in reading if seen is not None), default=1.0)
+    if moments is None:
+        scores = sum(map(product_norms, group.products), start=torch.zeros(group.size, dtype=torch.float64))
+        return FixedScores(share * scores / scores.sum().clamp_min(torch.finfo(torch.float64).tiny))
+    queries, keys = moments
+    variance = (queries * keys).sum((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
+    weights = torch.linalg.cholesky(queries) * (share / (len(queries) * variance)).sqrt()[:, None, None]
+    rows = torch.arange(group.size).view(1, -1, 1).expand(len(queries), -1, 1)
+    return Reader(keys, weights, rows)
+
+
+def _reader(member: Member, seen: _Seen | None) -> UnitReader:
     """A consumer of a group; without its inputs it is known by its weights alone."""
     if seen is None or seen.scale is None or seen.weights is None:
         norms = weight_norms(member, 2)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from rlsprune.graph import Cuts, find_groups, plan_cuts
+from rlsprune.graph import Cuts, find_groups, open_attention_of, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.calls import ExampleInputs, bare_copy
 from rlsprune.model.cost import latencies, ratio_quartiles
@@ -22,6 +22,7 @@ from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
 from rlsprune.shrinking.choice import find_curves
 from rlsprune.shrinking.norms import make_consistent
+from rlsprune.shrinking.principal import product_moments, turn_heads
 from rlsprune.shrinking.rebuild import Calibration, rebuild
 from rlsprune.shrinking.widths import choose_widths
 from rlsprune.statistics.inverse import Autocorrelation
@@ -68,6 +69,7 @@ class ClosedForm:
         ignore: Names of layers that keep all their channels.
         min_channels: What every layer keeps at least.
         round_to: Layers keep a multiple of this many channels.
+        turn: Whether heads of attention are turned into their principal axes before dimensions of them go.
         report: For a progress bar.
 
     Raises:
@@ -83,6 +85,7 @@ class ClosedForm:
         ignore: Iterable[str] = (),
         min_channels: int = 1,
         round_to: int = 1,
+        turn: bool = True,
         report: Progress = lambda stage, done, total: None,
     ) -> None:
         self._model, self._example, self._batches, self._report = model, example_inputs, batches, report
@@ -93,13 +96,19 @@ class ClosedForm:
         if not self.graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.graph.skipped.items())
             raise NothingToPruneError(f"the model has nothing to prune. {reasons}")
+        open_attention_of(self.graph)
+        report("turning heads", 0, None)
+        with evaluating(model):
+            if turn:
+                turn_heads(model, self.graph.groups, batches.calls)
+            products = product_moments(model, [group for group in self.graph if group.products], batches.calls)
         self._whole = bare_copy(model).eval()
         self._budget = Budget(model, example_inputs, {})
         self._start = Snapshot(model, copy=True)
         # Of the whole network: plans are made while the model may be cut.
-        self._groups = [group for group in self.graph if group.size > 1]
+        self.whole_groups = [group for group in self.graph if group.size > 1]
         tensors = {what: self._budget.tensors_of(what) for what in ("params", "flops")}
-        self._costs = {what: Costs(own, self._groups) for what, own in tensors.items()}
+        self._costs = {what: Costs(own, self.whole_groups) for what, own in tensors.items()}
         with evaluating(self._whole):
             self.sites = find_sites(self._whole, batches.calls[0])
             """The calls of its layers."""
@@ -108,6 +117,7 @@ class ClosedForm:
                 self.graph,
                 self.sites,
                 batches,
+                products,
                 lambda name, done, total: report(f"choosing: {name}", done, total),
             )
         self.curves, self._shared = choice.curves, choice.shared
@@ -135,7 +145,7 @@ class ClosedForm:
             reckoned = "params"
         costs = self._costs[reckoned]
         goal = share * costs.without({})
-        gone = choose_widths(self.curves, self._groups, costs, goal, least=self._least, round_to=self._round_to)
+        gone = choose_widths(self.curves, self.whole_groups, costs, goal, least=self._least, round_to=self._round_to)
         return CutPlan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()), what, share)
 
     def apply(self, plan: CutPlan) -> None:

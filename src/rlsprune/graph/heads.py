@@ -1,0 +1,103 @@
+"""One attention: where its heads lie in the layers that make them, and the attributes that say how many there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlsprune.graph.layers import axis_of, join
+from rlsprune.graph.members import Axis, Member
+
+__all__ = ["Attention", "HeadSize"]
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """An attribute of a module that has to stay true."""
+
+    module: str
+    attribute: str
+    role: str
+    """Which of `Attention.counts` it is."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The shape that all groups of one attention cut together: heads, and dimensions inside of them."""
+
+    name: str
+    queries: Member
+    """With the channels of each head: (heads × width)."""
+    keys: Member
+    """Of fewer heads, where several queries share one."""
+    values: Member
+    sizes: tuple[HeadSize, ...]
+    rescaled: bool = False
+    """Whether the scores are divided by the root of the width that is left: then queries are scaled to undo that."""
+
+    def counts(self, stay: Mapping[Axis, Tensor]) -> dict[str, int]:
+        """Sizes of what stays."""
+        heads, head_dim = _left(self.queries, stay)
+        kv_heads, _ = _left(self.keys, stay)
+        _, value_dim = _left(self.values, stay)
+        return {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "repeats": heads // kv_heads,
+            "head_dim": head_dim,
+            "value_dim": value_dim,
+            "width": heads * value_dim,
+            "kv_width": kv_heads * head_dim,
+            "outer_width": heads * value_dim,
+        }
+
+    def attributes(self, stay: Mapping[Axis, Tensor]) -> dict[str, dict[str, int]]:
+        """Name of a module → attribute → what it has to be then."""
+        counts = self.counts(stay)
+        found: dict[str, dict[str, int]] = {}
+        for size in self.sizes:
+            found.setdefault(size.module, {})[size.attribute] = counts[size.role]
+        return found
+
+    def factors(self, stay: Mapping[Axis, Tensor]) -> dict[str, tuple[int, Tensor]]:
+        """Name of a tensor → dimension, and what its entries along it that stay are multiplied by."""
+        width, left = self.queries.index.shape[1], self.counts(stay)["head_dim"]
+        if not self.rescaled or left == width:
+            return {}
+        member, kept = self.queries, stay[self.queries.axis]
+        scale = torch.ones(len(kept), dtype=torch.float64)
+        scale[member.index.flatten()] = math.sqrt(left / width)
+        tensors = member.module._parameters
+        return {
+            join(member.name, slab.tensor): (slab.dim, scale[kept])
+            for slab in axis_of(member.module, member.side).slabs
+            if tensors.get(slab.tensor) is not None
+        }
+
+    def renumbered(self, stay: Mapping[Axis, Tensor]) -> Attention:
+        """After that."""
+        queries, keys, values = (renumbered(member, stay) for member in (self.queries, self.keys, self.values))
+        return replace(self, queries=queries, keys=keys, values=values)
+
+
+def renumbered(member: Member, stay: Mapping[Axis, Tensor]) -> Member:
+    """A member without the channels that went, the others numbered as they are now; units that lost all go."""
+    if member.axis not in stay:
+        return member
+    kept = stay[member.axis]
+    left = kept[member.index]
+    units = left.any(1)
+    index = (kept.cumsum(0) - 1)[member.index[left]].view(int(units.sum()), -1)
+    return replace(member, index=index)
+
+
+def _left(member: Member, stay: Mapping[Axis, Tensor]) -> tuple[int, int]:
+    """Heads that are left, and how wide each is."""
+    if member.axis not in stay:
+        return member.index.shape[0], member.index.shape[1]
+    each = stay[member.axis][member.index].sum(1)
+    return int((each > 0).sum()), int(each.max())

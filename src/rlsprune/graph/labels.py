@@ -1,0 +1,113 @@
+"""Which channels the entries of a tensor were made from: a tensor of labels of the same shape, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["EVERYTHING", "NOTHING", "Label", "LabelSets", "broadcast", "is_constant"]
+
+NOTHING, EVERYTHING = 0, 1
+"""Labels of an entry that no channel was followed to, and of one that too many were."""
+
+_MOST = 4096  # channels behind one entry: a head has a few hundred
+
+
+class Label(NamedTuple):
+    """What one entry was made from."""
+
+    direct: frozenset[int]
+    """Channels whose values it is made of, one by one."""
+    scores: frozenset[int]
+    """Channels that only decide on how much: those behind an attention's scores."""
+
+
+class LabelSets:
+    """All labels so far, by number. Equal ones have one number."""
+
+    def __init__(self) -> None:
+        nothing = Label(frozenset(), frozenset())
+        self._known = [nothing, nothing]
+        self._numbers = {nothing: NOTHING}
+        self._joined: dict[tuple[int, ...], int] = {}
+
+    def __getitem__(self, number: int) -> Label:
+        return self._known[number]
+
+    def of(self, direct: Iterable[int], scores: Iterable[int] = ()) -> int:
+        """The number of a label."""
+        label = Label(frozenset(direct), frozenset(scores))
+        if len(label.direct) + len(label.scores) > _MOST:
+            return EVERYTHING
+        if label not in self._numbers:
+            self._numbers[label] = len(self._known)
+            self._known.append(label)
+        return self._numbers[label]
+
+    def join(self, numbers: Iterable[int]) -> int:
+        """The label of an entry that is made from entries with these."""
+        parts = tuple(sorted(set(numbers) - {NOTHING}))
+        if len(parts) < 2:
+            return parts[0] if parts else NOTHING
+        if parts[0] == EVERYTHING:
+            return EVERYTHING
+        if parts not in self._joined:
+            labels = [self[number] for number in parts]
+            direct = frozenset[int]().union(*(label.direct for label in labels))
+            scores = frozenset[int]().union(*(label.scores for label in labels))
+            self._joined[parts] = self.of(direct, scores)
+        return self._joined[parts]
+
+    def as_scores(self, number: int) -> int:
+        """The same channels, which only decide on how much."""
+        label = self[number]
+        return number if number == EVERYTHING else self.of((), label.direct | label.scores)
+
+    def joined_along(self, labels: Tensor, dim: int) -> Tensor:
+        """Of what mixes the entries along a dimension, which has one entry then."""
+        if labels.shape[dim] == 0:
+            return labels.sum(dim, keepdim=True)
+        if is_constant(labels, dim):
+            return labels.narrow(dim, 0, 1)
+        rows, back = torch.unique(labels.movedim(dim, -1).reshape(-1, labels.shape[dim]), dim=0, return_inverse=True)
+        joined = torch.tensor([self.join(row) for row in rows.tolist()])
+        shape = [size for place, size in enumerate(labels.shape) if place != dim % labels.dim()]
+        return joined[back].view(shape).unsqueeze(dim)
+
+    def elementwise(self, *labels: Tensor) -> Tensor:
+        """Of what is computed entry by entry from tensors that broadcast."""
+        parts = broadcast(*labels)
+        result = parts[0]
+        for part in parts[1:]:
+            result = self.each_pair(result, part)
+        return result
+
+    def each_pair(self, one: Tensor, other: Tensor) -> Tensor:
+        """Of two tensors of one shape."""
+        if torch.equal(one, other) or not bool(other.any()):
+            return one
+        if not bool(one.any()):
+            return other
+        pairs, back = torch.unique(one * len(self._known) + other, return_inverse=True)
+        count = len(self._known)
+        joined = torch.tensor([self.join(divmod(pair, count)) for pair in pairs.tolist()])
+        return joined[back]
+
+    def each(self, labels: Tensor, function: Callable[[int], int]) -> Tensor:
+        """With every label replaced by what a function makes of its number."""
+        known, back = torch.unique(labels, return_inverse=True)
+        return torch.tensor([function(number) for number in known.tolist()], dtype=torch.long)[back]
+
+
+def broadcast(*labels: Tensor) -> list[Tensor]:
+    """Tensors of one shape."""
+    shape = torch.broadcast_shapes(*(own.shape for own in labels))  # type: ignore[no-untyped-call]
+    return [own.expand(shape) for own in labels]
+
+
+def is_constant(labels: Tensor, dim: int) -> bool:
+    """Whether all entries along a dimension have the same label."""
+    return labels.shape[dim] <= 1 or bool((labels == labels.narrow(dim, 0, 1)).all())

@@ -1,0 +1,35 @@
+"""One side of one layer, as a part of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from rlsprune.graph.layers import Side
+
+__all__ = ["Axis", "Member"]
+
+Axis = tuple[str, Side]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One side of one layer, and which of its channels belong to which unit of the group."""
+
+    name: str
+    """Of the module in ``model.named_modules()``; of the parameter for a parameter that stands by itself."""
+    module: nn.Module
+    """The layer; for a parameter that stands by itself, the module that owns it."""
+    side: Side
+    index: Tensor
+    """(units × k): the channels on that side that belong to each unit, ascending."""
+    dim: int | None = None
+    """For a parameter that stands by itself, the dimension along which its channels lie."""
+    reads: nn.Module | None = None
+    """The module whose output the layer is called with, where that is known."""
+
+    @property
+    def axis(self) -> Axis:
+        """What the index counts along: members of different groups can share it, as after a concatenation."""
+        return self.name, self.side

@@ -1,0 +1,265 @@
+"""Heads of attention turned into their principal axes: the same function, with the dimensions in order of importance.
+
+Scores depend on queries and keys through their product alone, and outputs on values and the output projection likewise.
+So each head has a basis of its own choice. In that of the singular vectors the first dimensions say most, and what is
+cut off is as little as any projection to so many dimensions could lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rlsprune.graph import Group, Member
+from rlsprune.graph.layers import axis_of
+from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
+from rlsprune.model.product import product_of
+from rlsprune.model.tensors import exact, replace_data
+
+__all__ = ["Moments", "head_moments", "product_moments", "turn_heads"]
+
+_RIDGE = 1e-4  # of the mean of a diagonal
+_SAME = 1e-3  # of the outputs: what a turn may change by rounding
+
+
+@dataclass
+class Moments:
+    """Of some channels of one layer, head by head."""
+
+    count: int = 0
+    square: Tensor | None = None
+    """``Σ x xᵀ``, (heads, width, width)."""
+    total: Tensor | None = None
+    """``Σ x``, (heads, width)."""
+
+    def add(self, rows: Tensor) -> None:
+        """Rows of ``(m, heads, width)``."""
+        by_head = exact(rows).movedim(1, 0)
+        square, total = by_head.mT @ by_head, by_head.sum(1)
+        self.square = square if self.square is None else self.square + square
+        self.total = total if self.total is None else self.total + total
+        self.count += len(rows)
+
+    def second(self, *, centred: bool) -> Tensor | None:
+        """Second moments, or covariances; a little is added to the diagonal."""
+        if self.square is None or self.total is None or not self.count:
+            return None
+        result = self.square / self.count
+        if centred:
+            mean = self.total / self.count
+            result = result - mean[:, :, None] * mean[:, None, :]
+        ridge = _RIDGE * result.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)
+        return result + ridge[:, None, None] * torch.eye(result.shape[1]).to(result)
+
+
+@dataclass
+class _Wanted:
+    index: Tensor
+    made: bool
+    """Of the layer's outputs, not its inputs."""
+    moments: Moments = field(default_factory=Moments)
+
+
+class _Watch(TorchFunctionMode):
+    """Adds up the moments of what layers make and read."""
+
+    def __init__(self, wanted: Mapping[int, list[_Wanted]], padding: Tensor | None) -> None:
+        super().__init__()
+        self._wanted, self._padding = wanted, padding
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        product = product_of(func, args, kwargs or {})
+        if product is not None and not product.dims:
+            for wanted in self._wanted.get(id(product.weight), ()):
+                values = result if wanted.made else product.inputs
+                values = values[..., wanted.index.to(values.device)]
+                if self._padding is not None and self._padding.shape == values.shape[:-2]:
+                    values = values[self._padding.bool()]
+                wanted.moments.add(values.reshape(-1, *wanted.index.shape))
+        return result
+
+
+def head_moments(model: nn.Module, members: Sequence[Member], calls: Iterable[ExampleInputs]) -> list[Moments]:
+    """Moments of the given channels, ``(heads × width)`` of each member, over inputs of the network."""
+    wanted: dict[int, list[_Wanted]] = {}
+    found = []
+    for member in members:
+        weight = next(iter(_tensors(member)), None)
+        found.append(_Wanted(member.index, member.side == "out"))
+        if weight is not None:
+            wanted.setdefault(id(weight), []).append(found[-1])
+    for call in calls:
+        mask = call.get("attention_mask") if isinstance(call, Mapping) else None
+        args, kwargs = as_call(call)
+        with torch.no_grad(), _Watch(wanted, mask if isinstance(mask, Tensor) else None):
+            model(*args, **kwargs)
+    return [one.moments for one in found]
+
+
+def product_moments(
+    model: nn.Module, groups: Sequence[Group], calls: Sequence[ExampleInputs]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name of a group of dimensions → second moments of its queries, and covariances of its keys, of each head.
+
+    A score that is the same for all keys changes nothing, so the mean of the keys does not count.
+    """
+    members = [member for group in groups for pair in group.products for member in pair]
+    by_head = [_replaced(member, member.index.T) for member in members]
+    moments = head_moments(model, by_head, calls)
+    found = {}
+    for number, group in enumerate(own for own in groups for _ in own.products):
+        queries, keys = moments[2 * number].second(centred=False), moments[2 * number + 1].second(centred=True)
+        if queries is not None and keys is not None:
+            found[group.name] = (queries, keys)
+    return found
+
+
+@torch.no_grad()
+def turn_heads(model: nn.Module, groups: Sequence[Group], calls: Sequence[ExampleInputs]) -> list[str]:
+    """Turns every head whose dimensions can go; one whose outputs would change is left as it is.
+
+    Args:
+        model: In evaluation mode.
+        groups: Of the network.
+        calls: Inputs to find the axes on.
+
+    Returns:
+        Names of the groups whose dimensions are principal axes now.
+    """
+    inside = [group for group in groups if group.level == 2 and group.attention is not None]
+    if not inside:
+        return []
+    before = _outputs(model, calls[0])
+    known = product_moments(model, [group for group in inside if group.products], calls)
+    readers = [member for group in inside for member in group.consumers[:1]]
+    read = dict(
+        zip(
+            [id(member) for member in readers],
+            head_moments(model, [_replaced(m, m.index.T) for m in readers], calls),
+            strict=True,
+        )
+    )
+    turned = []
+    for group in inside:
+        saved = {}
+        for member in group.members:
+            saved.update({id(tensor): (tensor, tensor.data) for tensor in _tensors(member, biases=True)})
+        done = False
+        if group.name in known:
+            _turn_products(group, *known[group.name])
+            done = True
+        if len(group.consumers) == 1 and (own := read[id(group.consumers[0])].second(centred=True)) is not None:
+            done = _turn_values(group, own) or done
+        if done and not _alike(before, _outputs(model, calls[0])):
+            for tensor, data in saved.values():
+                replace_data(tensor, data)
+            done = False
+        if done:
+            turned.append(group.name)
+    return turned
+
+
+def _turn_products(group: Group, queries: Tensor, keys: Tensor) -> None:
+    """``q A`` and ``k B`` with ``A Bᵀ = I``, whose second moments are both the singular values."""
+    ((query, key),) = group.products
+    heads, places = _distinct(key.index.T)
+    total = torch.zeros(len(heads), *queries.shape[1:]).to(queries).index_add_(0, places.to(queries.device), queries)
+    first = torch.tensor([int((places == head).nonzero()[0]) for head in range(len(heads))])
+    left, right = torch.linalg.cholesky(total), torch.linalg.cholesky(keys[first])
+    U, S, Vt = torch.linalg.svd(left.mT @ right)
+    root = S.clamp_min(S[:, :1] * 1e-12).sqrt()
+    A = torch.linalg.solve_triangular(left.mT, U * root[:, None, :], upper=True)
+    B = torch.linalg.solve_triangular(right.mT, Vt.mT * root[:, None, :], upper=True)
+    _map_rows(query, query.index.T, A[places])
+    _map_rows(key, heads, B)
+
+
+def _turn_values(group: Group, covariance: Tensor) -> bool:
+    """``v R``, and the columns that read them by ``R⁻ᵀ``, ordered by what they add to the output."""
+    reader = group.consumers[0]
+    values = [member for member in group.producers if member.index.shape[1] and _is_value(member, group)]
+    if len(values) != 1 or not isinstance(reader.module, nn.Linear):
+        return False
+    assert group.attention is not None
+    columns = reader.index.T  # (query heads, dims)
+    channels = group.attention.values.index  # (heads, dims)
+    each = len(columns) // len(channels)
+    weight = reader.module.weight
+    by_head = exact(weight.detach())[:, columns].movedim(1, 0)  # (query heads, outputs, dims)
+    # Columns of one unit come in order, so those of the queries that share a value lie together.
+    places = torch.arange(len(columns)) // each
+    shape = (len(channels), *covariance.shape[1:])
+    total = torch.zeros(shape).to(covariance).index_add_(0, places.to(covariance.device), covariance)
+    read = (
+        torch.zeros(shape)
+        .to(covariance)
+        .index_add_(0, places.to(covariance.device), (by_head.mT @ by_head).to(covariance))
+    )
+    left = torch.linalg.cholesky(total)
+    S, U = torch.linalg.eigh(left.mT @ read @ left)
+    S, U = S.flip(1).clamp_min(S[:, -1:] * 1e-12).sqrt(), U.flip(2)
+    root = S.sqrt()
+    R = torch.linalg.solve_triangular(left.mT, U * root[:, None, :], upper=True)
+    inverse = (left @ U) / root[:, None, :]  # R⁻ᵀ
+    _map_rows(group.attention.values, channels, R)
+    fresh = exact(weight.detach()).clone()
+    fresh[:, columns.flatten()] = (by_head @ inverse[places].to(by_head)).movedim(0, 1).flatten(1)
+    replace_data(weight, fresh.to(weight))
+    return True
+
+
+def _is_value(member: Member, group: Group) -> bool:
+    return group.attention is not None and member.axis == group.attention.values.axis
+
+
+def _map_rows(member: Member, channels: Tensor, matrices: Tensor) -> None:
+    """``x M`` instead of the channels x of each head, by the weights and biases that make them."""
+    for slab in axis_of(member.module, member.side).slabs:
+        tensor = member.module._parameters.get(slab.tensor)
+        if tensor is None:
+            continue
+        own = channels - slab.offset
+        if int(own.min()) < 0 or int(own.max()) >= tensor.shape[slab.dim]:
+            continue
+        moved = exact(tensor.detach()).movedim(slab.dim, 0)
+        fresh = moved.clone()
+        rows = moved[own.to(tensor.device)].flatten(2) if moved.dim() > 1 else moved[own.to(tensor.device)].unsqueeze(2)
+        turned = matrices.mT.to(rows) @ rows
+        fresh[own.flatten().to(tensor.device)] = turned.reshape(-1, *moved.shape[1:])
+        replace_data(tensor, fresh.movedim(0, slab.dim).contiguous().to(tensor))
+
+
+def _tensors(member: Member, *, biases: bool = False) -> list[nn.Parameter]:
+    """The weights of a member, or all its parameters."""
+    slabs = axis_of(member.module, member.side).slabs if member.dim is None else ()
+    found = [(slab, member.module._parameters.get(slab.tensor)) for slab in slabs]
+    return [tensor for slab, tensor in found if tensor is not None and (biases or slab.tensor.endswith("weight"))]
+
+
+def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Different rows, and which of them each row is."""
+    distinct, places = torch.unique(rows, dim=0, return_inverse=True)
+    return distinct, places
+
+
+def _replaced(member: Member, index: Tensor) -> Member:
+    return Member(member.name, member.module, member.side, index, member.dim, member.reads)
+
+
+def _outputs(model: nn.Module, call: ExampleInputs) -> list[Tensor]:
+    args, kwargs = as_call(call)
+    return output_tensors(model(*args, **kwargs))
+
+
+def _alike(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    pairs = [(exact(one), exact(other)) for one, other in zip(before, after, strict=True) if one.is_floating_point()]
+    return all(float((one - other).norm()) <= _SAME * max(float(one.norm()), math.ulp(0.0)) for one, other in pairs)
