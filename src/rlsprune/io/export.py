@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rlsprune.io.atomic import replacing
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.modes import inference, plain_attention
+from rlsprune.model.progress import shown_progress
 
 __all__ = ["ExportError", "export_onnx", "export_program"]
 
@@ -67,7 +68,8 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
     """
     if Path(path).suffix != ".pt2":
         raise ValueError(f"{os.fspath(path)}: programs of torch.export are kept in files that end in .pt2")
-    with inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
+    with shown_progress() as tell, inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
+        tell(f"exporting to {Path(path).name}", 0, None)
         references = _references(plain, (args, kwargs), path)
         args, kwargs = references[-1].call
         with _explained(plain, path):
@@ -108,7 +110,8 @@ def export_onnx(
         (8, 2)
     """
     runtime = _onnx_runtime()
-    with inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
+    with shown_progress() as tell, inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
+        tell(f"exporting to {Path(path).name}", 0, None)
         # onnxruntime is asked to run on the CPU, so that is where the reference runs too.
         plain = copy.deepcopy(plain).cpu()
         references = _references(plain, tree_map(_on_cpu, (args, kwargs)), path)
@@ -121,6 +124,7 @@ def export_onnx(
         program.model.metadata_props.update(metadata or {})
         with replacing(path) as temporary:
             program.save(temporary, external_data=False)
+            tell(f"checking {Path(path).name}", 0, None)
             with _explained(plain, path):
                 engine = runtime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
             names = [node.name for node in engine.get_inputs()]

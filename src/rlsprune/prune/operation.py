@@ -20,6 +20,7 @@ from rlsprune.graph import Group, plan_cuts
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
 from rlsprune.model.modes import evaluate, evaluating, full_precision, refuse_inference_mode, run_once
+from rlsprune.model.progress import shown_progress, watched
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement, forget_compiled_code
 from rlsprune.optim.rls import RLS
@@ -227,8 +228,8 @@ class Operation:
         if self._sample is None:
             reason = "statistics='training'" if self.settings.needs_inverse else "no P is needed for its settings"
             raise ValueError(f"calibrate gathers exact statistics, which this pruner does not use: {reason}")
-        with self._sample.everything():
-            seen = evaluate(self.network.model, batches, self._example_inputs)
+        with self._sample.everything(), shown_progress() as tell:
+            seen = evaluate(self.network.model, watched(batches, "calibrating", tell), self._example_inputs)
         if not seen:
             raise ValueError("calibrate was given no batch")
 

@@ -1,6 +1,6 @@
 """Networks that are trained already, made smaller in closed form."""
 
-from rlsprune.shrinking.closed_form import Progress
+from rlsprune.model.progress import Progress
 from rlsprune.shrinking.front import FrontPoint, Score, Shrunk
 from rlsprune.shrinking.search import shrink
 

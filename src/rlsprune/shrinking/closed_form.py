@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from rlsprune.graph.sites import find_sites
 from rlsprune.model.calls import ExampleInputs, bare_copy
 from rlsprune.model.cost import latencies, ratio_quartiles
 from rlsprune.model.modes import evaluating
+from rlsprune.model.progress import Progress
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement
 from rlsprune.optim.layers import is_layer
@@ -35,9 +36,6 @@ RESOURCES = ("params", "flops", "latency")
 
 _MARGIN = 1.03  # times are measured anew by whoever checks them
 _MEASURED_STEPS = 6  # towards a target that is measured, or counted only when the network is cut
-
-Progress = Callable[[str, int, int | None], object]
-"""Is told what is being done, how much of it is done, and of how much: None where nobody knows."""
 
 
 class NothingToPruneError(ValueError):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlsprune.model.progress import Progress
 from rlsprune.optim.rls import RLS
-from rlsprune.shrinking.closed_form import Progress
 from rlsprune.shrinking.front import Front
 from rlsprune.training.batches import GivenBatches
 from rlsprune.training.guard import Guard

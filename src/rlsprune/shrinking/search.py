@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
 from rlsprune.model.modes import full_precision, refuse_inference_mode, run_once
+from rlsprune.model.progress import Progress, shown_progress
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.shrinking.closed_form import RESOURCES, ClosedForm, CutPlan, NothingToPruneError, Progress
+from rlsprune.shrinking.closed_form import RESOURCES, ClosedForm, CutPlan, NothingToPruneError
 from rlsprune.shrinking.front import Front, FrontPoint, Score, Shrunk
 from rlsprune.shrinking.rebuild import Calibration
 from rlsprune.shrinking.recovery import Recovery
@@ -85,7 +86,7 @@ def shrink(
         calibration: Inputs that channels are chosen and layers refitted on.
         on_point: Called with each point and the network as it is there.
         on_progress: Called with what is being done, as in ``("refitting: layer1.0.conv1", 3, 21)`` or
-            ``("round 2, recovery epoch 1 of 2", 57, 469)``: for a progress bar.
+            ``("round 2, recovery epoch 1 of 2", 57, 469)``. None: a line on the terminal, if there is one.
 
     Returns:
         The network and the front. With ``max_drop`` it is the smallest within it, else the last.
@@ -121,15 +122,15 @@ def shrink(
     scored: Iterable[Pair] = sample if valid is None else GivenBatches(valid, device, "valid")
     whole = bare_copy(model).eval()
     objective = Objective(whole, sample[0], loss)
-    tell: Progress = on_progress or (lambda stage, done, total: None)
-
-    def measure(network: nn.Module) -> float:
-        tell("scoring", 0, None)
-        return float(score(network) if score is not None else objective.score(network, scored))
-
     was_training = model.training
-    cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
     with contextlib.ExitStack() as stack:
+        tell = stack.enter_context(shown_progress(on_progress))
+
+        def measure(network: nn.Module) -> float:
+            tell("scoring", 0, None)
+            return float(score(network) if score is not None else objective.score(network, scored))
+
+        cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
         stack.enter_context(full_precision(model))
         front = Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
         stack.callback(forget_compiled_code)

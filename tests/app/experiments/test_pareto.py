@@ -6,16 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.experiment import make_config
+from rlsprune.app.config.fit import FitConfig
 from rlsprune.app.experiments.pareto import FrontSettings, shrink_run
 from rlsprune.app.experiments.recipe import load_data, make_recipe, run
+from rlsprune.app.fit.fit import load_own_data, make_own_recipe
 from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.scores import Scored, Scoring
 from rlsprune.io import modelfile
 from rlsprune.model.cost import parameter_count
-from rlsprune.training.loop import Evaluation, evaluate
+from rlsprune.training.loop import evaluate
 
 CONFIG = make_config("digits-fnn", "none", optimizer="sgd", epochs=4, train_images=600, test_images=100, threads=1)
 SETTINGS = FrontSettings(max_drop=None, target=0.05, ratio=0.4, recovery_epochs=1, lr=0.1)
@@ -89,16 +93,46 @@ def test_what_there_is_is_kept_when_it_is_stopped(source: RunFolder, tmp_path: P
 def test_a_point_that_was_not_looked_at_is_not_there(
     source: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = itertools.count(1)
+    calls, measured = itertools.count(1), Scoring.__call__
 
-    def interrupted(*arguments: Any) -> Evaluation:
+    def interrupted(*arguments: Any) -> Scored:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return evaluate(*arguments)
+        return measured(*arguments)
 
-    monkeypatch.setattr("rlsprune.app.experiments.pareto.evaluate", interrupted)
+    monkeypatch.setattr(Scoring, "__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         shrink_run(CONFIG, source, tmp_path, SETTINGS)
     result = json.loads((tmp_path / "pareto.json").read_text())
     assert (result["finished"], result["chosen"], len(result["front"])) == (False, 0, 1)
     assert small_network(tmp_path)[0] == result["front"][0]["params"]
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_front_of_a_run_of_fit(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the user's own data, unscaled columns and all; the score is the task's own."""
+    random = np.random.default_rng(0)
+    x = (random.random((400, 6)) * (1, 100, 1, 1, 1, 1)).astype(np.float32)
+    y = x[:, 0] + x[:, 1] / 100 if task == "regression" else (x[:, 0] > x[:, 1] / 100).astype(int)
+    np.savez(tmp_path / "data.npz", x_train=x[:300], y_train=y[:300], x_test=x[300:], y_test=y[300:])
+    outputs = 1 if task == "regression" else 2
+    (tmp_path / "nets.py").write_text(
+        f"from torch import nn\ndef net():\n"
+        f"    return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, {outputs}))\n"
+    )
+    out, metric = tmp_path / "run", "r2" if task == "regression" else "accuracy"
+    model = f"{tmp_path}/nets.py:net"
+    quick = ["--data", f"{tmp_path}/data.npz", "--epochs", "5", "--no-prune", "--threads", "1", "--quiet"]
+    assert main(["fit", model, *quick, "--out", str(out)]) == 0
+    assert main(["pareto", str(out), "--target", "0.5", "--recovery-epochs", "1", "--ratio", "0.3"]) == 0
+    assert "Chosen: " in capsys.readouterr().out
+    result = json.loads((out / "pareto" / "pareto.json").read_text())
+    front, summary = result["front"], json.loads((out / "summary.json").read_text())
+    assert result["metric"] == metric
+    assert front[0][metric] == pytest.approx(summary[metric], abs=1e-4)
+    config = FitConfig.from_dict(RunFolder(out).read_json("config"))
+    recipe = make_own_recipe(replace(config, standardise=False), load_own_data(config))
+    small = modelfile.load(out / "pareto" / "model.safetensors", into=recipe.build_model())
+    assert parameter_count(small) <= 0.5 * front[0]["params"]
+    found = recipe.scoring(small, recipe.evaluation_batches(recipe.data.test), recipe.loss).scores[metric]
+    assert found == pytest.approx(front[result["chosen"]][metric], abs=1e-3), "the file takes unscaled columns"

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlsprune.app.cli import folders, options
+from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.config.fit import FitConfig
+from rlsprune.app.config.metrics import Metric, metric_of
 from rlsprune.model.arguments import printable
+
+if TYPE_CHECKING:
+    from rlsprune.app.run.folder import RunFolder
 
 __all__ = ["EXAMPLES", "pareto"]
 
 EXAMPLES = """Examples: `rlsprune pareto runs/digits-fnn-none-seed0` ·
 `rlsprune pareto runs/mnist-fnn-none-seed0 --max-drop 0.3 --ratio 0.1`"""
 
-_HEAD = "params %  FLOPs %  accuracy %  held-out %  right after  epochs  seconds"
-
 
 def pareto(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run of `rlsprune run`.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(help="The folder of a finished run of `rlsprune run` or `fit`.", show_default=False)
+    ],
     max_drop: Annotated[
         float | None,
         typer.Option(
-            "--max-drop", help="Stop when held-out accuracy stays so many points below the run's. Default: 1."
+            "--max-drop", help="Stop when the held-out score stays so many points below the run's. Default: 1."
         ),
     ] = None,
     target: Annotated[
@@ -47,7 +54,8 @@ def pareto(
         raise ValueError(
             f"{run} holds no finished run: give the folder of one, or finish it with `rlsprune run --resume`"
         )
-    config = folders.read_config(run, "give the folder of one of `rlsprune run`", device, data_dir)
+    config = _config(run, source, device, data_dir)
+    metric = metric_of(source.read_summary())
     folder = out or run / "pareto"
     settings = FrontSettings(
         max_drop=1.0 if max_drop is None and target is None else max_drop,
@@ -63,8 +71,8 @@ def pareto(
             def show(point: dict[str, Any]) -> None:
                 if not full:
                     full.update(point)
-                    say(_HEAD)
-                say(_row(point, full))
+                    say(f"params %  FLOPs %  {'test':>10}  {'held-out':>10}  right after  epochs  seconds")
+                say(_row(point, full, metric))
 
             result = shrink_run(config, source, folder, settings, on_point=show, on_progress=progress)
     except (KeyboardInterrupt, FloatingPointError):
@@ -73,13 +81,24 @@ def pareto(
         raise
     chosen = result["front"][result["chosen"]]
     share = 100 * chosen["params"] / full["params"]
-    typer.echo(f"Chosen: {share:.1f} % of the parameters, accuracy {chosen['accuracy']:.2f} %")
+    typer.echo(f"Chosen: {share:.1f} % of the parameters, {metric.label} {metric.text(chosen[metric.name])}")
     typer.echo(printable(f"Written to {folder}: model.safetensors, pareto.png and pareto.json"))
 
 
-def _row(point: dict[str, Any], full: dict[str, Any]) -> str:
+def _config(run: Path, source: RunFolder, device: str | None, data_dir: Path | None) -> RunConfig | FitConfig:
+    """Of a run of either command, on a device that this machine has."""
+    values = source.read_json("config")
+    if "import_from" not in values:
+        return folders.read_config(run, "", device, data_dir)
+    if data_dir is not None:
+        raise ValueError("--data-dir is for the data sets of experiments: a run of `rlsprune fit` knows its own data")
+    config = FitConfig.from_dict(values)
+    return replace(config, device=options.usable_device(device or config.device))
+
+
+def _row(point: dict[str, Any], full: dict[str, Any], metric: Metric) -> str:
     params, flops = (100 * point[what] / full[what] for what in ("params", "flops"))
+    test, held_out, pruned = (metric.text(point[name]) for name in (metric.name, "score", "score_pruned"))
     return (
-        f"{params:8.1f} {flops:8.1f} {point['accuracy']:12.2f} {point['score']:11.2f} {point['score_pruned']:12.2f} "
-        f"{point['epochs']:7} {point['seconds']:8.0f}"
+        f"{params:8.1f} {flops:8.1f} {test:>11} {held_out:>11} {pruned:>12} {point['epochs']:7} {point['seconds']:8.0f}"
     )

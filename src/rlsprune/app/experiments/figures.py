@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 
+from rlsprune.app.config.metrics import Metric
 from rlsprune.io.atomic import replacing
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, pa
     Args:
         curves: The metrics of a run by its label in the legend.
         title: Above the panels.
+        metric: The score.
         path: The picture's file; its ending says which kind.
     """
     figure = _figure(12, 3.6)
@@ -115,13 +117,14 @@ def draw_costs(curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], ti
     _save(figure, path)
 
 
-def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, path: Path) -> None:
-    """Accuracy against what is left of the parameters and FLOPs, right after each event and after recovery.
+def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, metric: Metric, path: Path) -> None:
+    """The score against what is left of the parameters and FLOPs, right after each event and after recovery.
 
     Args:
         points: As `shrink_run` gives them, the whole network first.
         chosen: Which of them was kept.
         title: Above the panels.
+        metric: The score.
         path: The picture's file; its ending says which kind.
     """
     figure = _figure(10, 4)
@@ -130,14 +133,14 @@ def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, pat
         figure.subplots(1, 2, sharey=True), (("params", "parameters (%)"), ("flops", "FLOPs (%)")), strict=True
     ):
         shares = [100 * point[key] / points[0][key] for point in points]
-        axes.plot(shares, [point["accuracy"] for point in points], "o-", label="test")
+        axes.plot(shares, [point[metric.name] for point in points], "o-", label="test")
         axes.plot(shares, [point["score"] for point in points], "s--", alpha=0.6, label="held-out")
         axes.plot(shares, [point["score_pruned"] for point in points], ".", label="held-out, right after the prune")
         axes.axvline(shares[chosen], color="gray", linestyle=":", label="chosen")
         axes.set(xlabel=label, xscale="log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3, which="both")
-    figure.axes[0].set_ylabel("accuracy (%)")
+    figure.axes[0].set_ylabel(f"{metric.label}{metric.unit and ' (%)'}")
     figure.axes[0].legend()
     _save(figure, path)
 

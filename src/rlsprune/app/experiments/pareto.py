@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from rlsprune.app.config.experiment import RunConfig
+from rlsprune.app.config.fit import FitConfig
 from rlsprune.app.experiments.figures import draw_front
 from rlsprune.app.experiments.recipe import load_data, make_recipe
+from rlsprune.app.fit.fit import load_own_data, make_own_recipe
 from rlsprune.app.run.folder import RunFolder
+from rlsprune.app.run.recipe import Recipe
 from rlsprune.io import modelfile
 from rlsprune.optim.rls import RLS
 from rlsprune.shrinking import FrontPoint, Progress, shrink
-from rlsprune.training.loop import evaluate
 
 __all__ = ["FrontSettings", "shrink_run"]
 
@@ -29,7 +31,7 @@ class FrontSettings:
     """How a run's network is shrunk; see `rlsprune.shrink`."""
 
     max_drop: float | None
-    """In points of accuracy."""
+    """In points of the run's score: of accuracy, or hundredths of R²."""
     target: float | None
     """The share of the parameters to end at."""
     ratio: float
@@ -39,7 +41,7 @@ class FrontSettings:
 
 
 def shrink_run(
-    config: RunConfig,
+    config: RunConfig | FitConfig,
     source: RunFolder,
     out: Path,
     settings: FrontSettings,
@@ -69,19 +71,23 @@ def shrink_run(
     if (out / "pareto.json").exists():
         raise ValueError(f"{out} holds a front already: give another --out, or delete that folder")
     out.mkdir(parents=True, exist_ok=True)
-    config = replace(config, gate="valid")
-    data = load_data(config)
-    assert data.valid is not None
     torch.set_num_threads(config.threads)
-    recipe = make_recipe(config, data)
-    model = recipe.in_layout(modelfile.load(source.model, into=recipe.build_model()))
-    test = recipe.evaluation_batches(data.test)
+    recipe, model = _opened(config, source)
+    data, metric = recipe.data, recipe.scoring.metric
+    assert data.valid is not None
+    test, valid = (recipe.evaluation_batches(split) for split in (data.test, data.valid))
+    sign = 1 if metric.higher_is_better else -1
     points: list[Point] = []
 
+    def score(network: nn.Module, batches: Iterable[Any] = valid) -> float:
+        return sign * recipe.scoring(network, batches, recipe.loss).scores[metric.name]
+
     def note(point: FrontPoint, network: nn.Module) -> None:
-        points.append({**asdict(point), "accuracy": evaluate(network, test, recipe.loss).accuracy})
+        scores = {"score": sign * point.score, "score_pruned": sign * point.score_pruned}
+        points.append({**asdict(point), **scores, metric.name: sign * score(network, test)})
         if point.within:
-            modelfile.save(network, out / "model.safetensors", metadata={"config": config.to_dict()})
+            metadata = {"config": config.to_dict()}
+            modelfile.save(recipe.delivered(network), out / "model.safetensors", metadata=metadata)
         written(finished=False)
         on_point(points[-1])
 
@@ -90,13 +96,15 @@ def shrink_run(
         chosen = max(number for number, point in enumerate(front) if point["within"])
         result = {
             "run": dict(recipe.title),
+            "metric": metric.name,
             "settings": asdict(settings),
             "finished": finished,
             "chosen": chosen,
             "front": front,
         }
         if len(points) > 1:
-            draw_front(front, chosen, f"{config.experiment}, {config.method}, seed {config.seed}", out / "pareto.png")
+            title = f"{config.experiment}, {config.method}, seed {config.seed}"
+            draw_front(front, chosen, title, metric, out / "pareto.png")
         RunFolder(out).write_json("pareto", result)
         return result
 
@@ -105,9 +113,10 @@ def shrink_run(
         model,
         recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
         target=None if settings.target is None else {"params": settings.target},
-        max_drop=settings.max_drop,
-        valid=recipe.evaluation_batches(data.valid),
+        max_drop=None if settings.max_drop is None else metric.points(settings.max_drop),
+        valid=valid,
         loss=recipe.loss,
+        score=None if metric.name == "accuracy" and data.task == "classification" else score,
         optimizer=lambda network: RLS(network, lr=settings.lr),
         ratio=settings.ratio,
         recovery_epochs=settings.recovery_epochs,
@@ -115,3 +124,16 @@ def shrink_run(
         on_progress=on_progress,
     )
     return written(finished=True)
+
+
+def _opened(config: RunConfig | FitConfig, source: RunFolder) -> tuple[Recipe, nn.Module]:
+    """A finished run's parts, with examples held out, and its network on the data as it was trained on them."""
+    if isinstance(config, FitConfig):
+        of_fit = replace(config, gate="valid", weights=str(source.model), classes=(), images=(0, 0))
+        recipe = make_own_recipe(of_fit, load_own_data(of_fit))
+        model = recipe.build_model()
+        recipe.prepare(model)
+        return recipe, recipe.in_layout(model)
+    started = replace(config, gate="valid")
+    recipe = make_recipe(started, load_data(started))
+    return recipe, recipe.in_layout(modelfile.load(source.model, into=recipe.build_model()))
