@@ -161,8 +161,9 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in results:
             self._known.pop(id(tensor), None)
         for tensor, labels in zip(results, made, strict=False):
-            if labels.fields and tensor.numel():
-                self._known[id(tensor)] = (tensor, labels)
+            fields = [each for each in labels.fields if varying(each)] if tensor.numel() else []
+            if fields:
+                self._known[id(tensor)] = (tensor, Labelled(fields, labels.weight))
 
     def _labels_of(self, tensor: Any) -> Labelled:
         return self._known[id(tensor)][1] if id(tensor) in self._known else _NOTHING

@@ -87,6 +87,10 @@ def apply_rule(operation: FunctionCall) -> list[Labelled]:
         return [_pointwise(operation)]
     if name.startswith("_scaled_dot_product"):
         return [_attention(operation)]
+    tensors = [value for value in operation.arguments.values() if isinstance(value, Tensor)]
+    if [tensor.shape for tensor in tensors] == [result.shape for result in operation.results]:
+        # Of one tensor one like it: channel by channel, as the verification will show.
+        return [operation.labels_of(tensors[0])]
     raise UnknownFunctionError
 
 
@@ -160,7 +164,7 @@ def _joined(operation: FunctionCall) -> Labelled:
     for tensor, each in zip(tensors, known, strict=True):
         mine = torch.full((), -1).expand(tensor.shape)
         for labels in each.fields:
-            if dim in varying(labels) or (tensor.shape[dim] == 1 and not varying(labels)):
+            if dim in varying(labels):
                 mine = labels
             else:
                 beside.append(stretched(labels.narrow(dim, 0, 1), operation.shape))
@@ -356,7 +360,7 @@ def _convolved(operation: FunctionCall) -> Labelled:
     x, weight, bias = operation["input"], operation["weight"], operation["bias"]
     known, kernel = operation.labels_of(x), operation.labels_of(weight)
     slots, spatial = operation.slots, set(range(2, x.ndim))
-    read = [labels for labels in known.fields if 1 in varying(labels) or (x.shape[1] == 1 and not varying(labels))]
+    read = [labels for labels in known.fields if 1 in varying(labels)]
     beside = [labels for labels in known.fields if not _among(labels, read)]
     operation.keep([labels for labels in beside if set(varying(labels)) & spatial], "mixes all of its channels")
     fields = [_resized(labels, operation.shape) for labels in beside if not set(varying(labels)) & spatial]

@@ -80,9 +80,11 @@ def _whole(group: Group, ignore: Collection[str]) -> str | None:
     kept = [member.name for member in group.producers + group.carriers if member.name in ignore]
     if kept:
         return f"{', '.join(kept)} is named in ignore"
+    width = group.producers[0].index.numel()
+    if width == 1:
+        return "it has a single channel"
     if not group.consumers:
         return "no layer was seen to read its channels"
     if group.size < 2:
-        width = group.producers[0].index.numel()
         return f"its {width} channels are all tied together (by groups of a convolution or norm), so none can go alone"
     return None

@@ -83,7 +83,10 @@ def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
         for hooks in (module._backward_hooks, module._backward_pre_hooks):
             memo[id(hooks)] = OrderedDict()
         # An activation that the model keeps for later cannot be copied, being part of a graph.
-        memo.update((id(value), value.detach()) for value in vars(module).values() if _is_activation(value))
+        kept = tree_leaves(
+            [value for value in vars(module).values() if isinstance(value, Tensor | dict | list | tuple)]
+        )
+        memo.update((id(value), value.detach()) for value in kept if _is_activation(value))
     if share_parameters:
         memo.update((id(parameter), parameter) for parameter in model.parameters())
     with torch.no_grad():
