@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from rlsprune.model.attention import value_dim
+from rlsprune.model.sizes import is_transposed_linear
 
 Side = Literal["in", "out", "both"]
 """The channels a layer reads, those it makes, or, where each output channel is made of one input channel, both."""
@@ -53,7 +54,7 @@ def sides(module: nn.Module) -> tuple[Side, ...]:
     """The sides on which channels of this layer can be removed; empty for a kind of layer that is left alone."""
     if is_depthwise(module) or isinstance(module, _NormBase | nn.GroupNorm):
         return ("both",)
-    if isinstance(module, nn.Linear | _ConvNd):
+    if isinstance(module, nn.Linear | _ConvNd) or is_transposed_linear(module):
         return ("in", "out")
     if isinstance(module, nn.PReLU):
         # A single slope serves every channel and stays whatever goes.
@@ -75,6 +76,11 @@ def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
         if side == "in":
             return ModuleAxis(module.in_features, (Slab("weight", 1),), {"in_features": 1})
         return ModuleAxis(module.out_features, (Slab("weight", 0), Slab("bias", 0)), {"out_features": 1})
+    if is_transposed_linear(module):
+        inputs, outputs = module.weight.shape  # type: ignore[misc]
+        if side == "in":
+            return ModuleAxis(inputs, (Slab("weight", 0),), {"nx": 1})
+        return ModuleAxis(outputs, (Slab("weight", 1), Slab("bias", 0)), {"nf": 1})
     if isinstance(module, _ConvNd):
         return _conv_axis(module, side)
     if isinstance(module, nn.GroupNorm):

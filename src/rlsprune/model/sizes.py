@@ -19,12 +19,18 @@ __all__ = [
     "head_sizes",
     "implied_shapes",
     "is_attention",
+    "is_transposed_linear",
     "read_sizes",
     "write_sizes",
 ]
 
 Sizes = dict[str, int | list[int]]
 Shapes = dict[str, tuple[int, ...]]
+
+
+def is_transposed_linear(layer: nn.Module) -> bool:
+    """Whether it is the ``Conv1D`` of transformers (GPT-2): a linear layer whose weight is (in, out)."""
+    return type(layer).__name__ == "Conv1D" and all(hasattr(layer, name) for name in ("nx", "nf", "weight"))
 
 
 class _Kind(NamedTuple):
@@ -46,6 +52,10 @@ def _conv_transpose(layer: _ConvTransposeNd, sizes: dict[str, int]) -> Shapes:
 
 def _linear(_: nn.Linear, sizes: dict[str, int]) -> Shapes:
     return {"weight": (sizes["out_features"], sizes["in_features"]), "bias": (sizes["out_features"],)}
+
+
+def _transposed_linear(_: nn.Module, sizes: dict[str, int]) -> Shapes:
+    return {"weight": (sizes["nx"], sizes["nf"]), "bias": (sizes["nf"],)}
 
 
 def _norm(_: _NormBase, sizes: dict[str, int]) -> Shapes:
@@ -120,7 +130,12 @@ _HEAD_NAMES = tuple(name for names in HEAD_SIZES.values() for name in names)
 _MULTIPLES = (("in_channels", "groups"), ("out_channels", "groups"), ("num_channels", "num_groups"))
 
 
+_TRANSPOSED_LINEAR = _Kind((), ("nx", "nf"), _transposed_linear)
+
+
 def _kind(layer: nn.Module) -> _Kind | None:
+    if is_transposed_linear(layer):
+        return _TRANSPOSED_LINEAR
     return next((kind for kind in _KINDS if isinstance(layer, kind.types)), None)
 
 

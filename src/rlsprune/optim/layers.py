@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from rlsprune.model.tensors import is_sharded
@@ -24,7 +25,7 @@ def is_layer(module: nn.Module) -> TypeGuard[Layer]:
 
 def mean_input(layer: Layer, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
     """The layer's mean input, ``(groups, n)`` with a final 1 for a bias, and how many rows it is the mean of."""
-    if isinstance(layer, nn.Linear):
+    if not isinstance(layer, _ConvNd):
         mean = functional.mean_rows(inputs, dtype).unsqueeze(0)
         rows = inputs.numel() // max(inputs.shape[-1], 1)
     else:

@@ -16,9 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph import Group, Member
 from rlsprune.graph.layers import axis_of
-from rlsprune.optim.layers import is_layer
 from rlsprune.statistics.inverse import Inverse, cholesky_positive
-from rlsprune.statistics.rows import input_rows, weight_matrix
+from rlsprune.statistics.rows import has_rows, input_count, input_rows, weight_matrix
 
 Criterion = Callable[[Group], Sequence[Tensor]]
 InverseOf = Callable[[str], list[Inverse]]
@@ -81,14 +80,13 @@ NAMES = (*BY_INVERSE, "l1")
 
 def _readers(group: Group) -> list[Member]:
     """The consumers whose P is known: their inputs are rows of a matrix."""
-    return [member for member in group.consumers if is_layer(member.module)]
+    return [member for member in group.consumers if has_rows(member.module)]
 
 
 def _row_sums(member: Member, inverse_of: InverseOf) -> Tensor:
     """Eq. (26) for every channel of every unit, ``(units, k)``: row sums of P over the rows of the channel."""
     rows = input_rows(member.module, member.index)
-    inputs = member.module.weight[0].numel()  # type: ignore[index]
-    sums = torch.stack([P.row_sums(inputs) for P in inverse_of(member.name)])  # (groups, n)
+    sums = torch.stack([P.row_sums(input_count(member.module)) for P in inverse_of(member.name)])  # (groups, n)
     parts = [own[index.to(own.device)] for own, index in zip(sums, rows, strict=True)]
     taps = rows.shape[0] * rows.shape[2] // member.index.shape[1]
     return torch.cat(parts, dim=1).view(len(member.index), -1, taps).sum(2).cpu()
@@ -96,7 +94,7 @@ def _row_sums(member: Member, inverse_of: InverseOf) -> Tensor:
 
 def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
     layer = member.module
-    if not is_layer(layer):
+    if not has_rows(layer):
         return weight_norms(member, 2)
     scores = torch.zeros(len(member.index), dtype=torch.float64)
     for P, W, rows in zip(inverse_of(member.name), weight_matrix(layer), input_rows(layer, member.index), strict=True):

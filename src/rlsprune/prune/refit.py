@@ -15,12 +15,12 @@ from rlsprune.model.tensors import complement, memory_format, replace_data
 from rlsprune.optim.entries import form_of
 from rlsprune.optim.factored import Factored
 from rlsprune.optim.forms import Form
-from rlsprune.optim.layers import Layer, is_layer
+from rlsprune.optim.layers import Layer
 from rlsprune.optim.packing import INVERSE
 from rlsprune.optim.whole import whole_entry
 from rlsprune.prune.criteria import InverseOf
 from rlsprune.statistics.inverse import DenseInverse, Inverse, Removal, inverses_of
-from rlsprune.statistics.rows import input_rows, split_matrix, weight_matrix
+from rlsprune.statistics.rows import has_rows, input_rows, split_matrix, weight_matrix
 
 
 class KnownInverses:
@@ -52,7 +52,7 @@ class KnownInverses:
         """
         found = {}
         for member in group.consumers:
-            if is_layer(member.module) and (ask or member.name in self._known):
+            if has_rows(member.module) and (ask or member.name in self._known):
                 gone = input_rows(member.module, member.index[units]).flatten(1)
                 found[member.name] = [P.without(rows) for P, rows in zip(self(member.name), gone, strict=True)]
         self._removals |= found
@@ -73,11 +73,11 @@ def compensate(model: nn.Module, group: Group, removals: Mapping[str, list[Remov
     # several layers read them with is refitted once, for the inputs of all.
     done = {id(member.module._parameters.get("weight")) for member in group.producers}
     for member in group.consumers:
-        if not is_layer(member.module) or id(member.module.weight) in done:
+        if not has_rows(member.module) or id(member.module.weight) in done:
             continue
         done.add(id(member.module.weight))
         layer = model.get_submodule(member.name)
-        assert is_layer(layer)
+        assert has_rows(layer)
         refit_layer(layer, removals[member.name])
 
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from rlsprune.graph import ChannelGraph, Group
 from rlsprune.model.arguments import check_argument
-from rlsprune.optim.layers import is_layer
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import NAMES, Criterion
+from rlsprune.statistics.rows import has_rows
 
 TARGETS = ("params", "flops", "latency")
 INVERSES = ("schur", "slice", "reset")
@@ -97,7 +97,7 @@ class Settings:
         groups = [group for group in self.optimizer.param_groups if group["preconditioned"]]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         for member in (member for group in graph for member in group.consumers):
-            if is_layer(member.module) and id(member.module.weight) not in trained:
+            if has_rows(member.module) and id(member.module.weight) not in trained:
                 raise ValueError(
                     f"layer {member.name!r} is not trained by RLS but by momentum SGD, so it has no P: use "
                     "statistics='exact'"

@@ -15,7 +15,6 @@ from rlsprune.model.modes import evaluating
 from rlsprune.model.progress import Progress
 from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement
-from rlsprune.optim.layers import is_layer
 from rlsprune.prune.allocation import Costs
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.refit import refit_layer
@@ -27,7 +26,7 @@ from rlsprune.shrinking.principal import product_moments, turn_heads
 from rlsprune.shrinking.rebuild import Calibration, rebuild
 from rlsprune.shrinking.widths import choose_widths
 from rlsprune.statistics.inverse import Autocorrelation
-from rlsprune.statistics.rows import input_rows, weight_matrix
+from rlsprune.statistics.rows import has_rows, input_rows, weight_matrix
 
 __all__ = ["RESOURCES", "ClosedForm", "CutPlan", "NothingToPruneError"]
 
@@ -224,7 +223,7 @@ class ClosedForm:
         """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
         for name, autocorrelation in self._shared.items():
             stay, layer = cuts.stay.get((name, "in")), self._model.get_submodule(name)
-            if stay is None or not is_layer(layer):
+            if stay is None or not has_rows(layer):
                 continue
             gone = input_rows(layer, (~stay).nonzero()).flatten(1)
             size = weight_matrix(layer).shape[1]  # without the shift that a batch norm could make

@@ -17,9 +17,9 @@ from rlsprune.model.tensors import forget_compiled_code, full_precision
 from rlsprune.optim.compiled import enlist, exporting, noticed
 from rlsprune.optim.entries import RANK, form_of, initial_entry
 from rlsprune.optim.forms import Form
-from rlsprune.optim.layers import Layer, is_layer, mean_input
+from rlsprune.optim.layers import Layer, mean_input
 from rlsprune.statistics.inverse import DenseInverse, Inverse, from_rows, inverses_of
-from rlsprune.statistics.rows import sample_rows
+from rlsprune.statistics.rows import has_rows, sample_rows
 
 # Rows drawn from one training batch, and the most that are kept of a layer: twice its inputs, but not more than the
 # second number. A layer with more inputs than that is worked with in the space of its rows, at a cost of m²n, so there
@@ -72,7 +72,7 @@ class InputStatistics:
         self.active = True
         """Whether training forwards are watched at all."""
         collector = RowSample if kind == "exact" else _MeanInverse
-        layers = {name: module for name, module in model.named_modules() if is_layer(module)}
+        layers = {name: module for name, module in model.named_modules() if has_rows(module)}
         # Layers that share a weight share its statistics: what is done to the weight is done to all of them.
         shared = {id(layer.weight): collector(self) for layer in layers.values()}
         self._collectors: dict[str, RowSample | _MeanInverse] = {

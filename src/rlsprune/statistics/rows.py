@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from rlsprune.optim.layers import Layer
+from rlsprune.model.sizes import is_transposed_linear
+from rlsprune.optim.layers import Layer, is_layer
 
 # So many patches are cut from an image, so that not all images of a batch have to be padded.
 _PATCHES = 8
+
+
+def has_rows(module: nn.Module) -> TypeGuard[Layer]:
+    """Whether it multiplies rows by a matrix: what RLS preconditions, and the ``Conv1D`` of transformers."""
+    return is_layer(module) or is_transposed_linear(module)
+
+
+def input_count(layer: nn.Module) -> int:
+    """Inputs of one group of a layer: rows of its weight matrix, without the bias's."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return len(weight) if is_transposed_linear(layer) else weight[0].numel()
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or is_transposed_linear(layer)
 
 
 def sample_rows(
@@ -31,13 +49,14 @@ def sample_rows(
     Returns:
         The rows, ``(groups, rows, n)``, without the bias's 1; and how many were drawn on all ranks together.
     """
-    if isinstance(layer, nn.Linear):
+    if _is_linear(layer):
         rows = inputs.reshape(-1, inputs.shape[-1])
         drawn = min(count, ranks * len(rows))
         if ranks * len(rows) > count:
             _, own = _of_rank(_draw(ranks * len(rows), count, generator), rank, len(rows))
             rows = rows[own.to(rows.device)]
         return rows.clone().unsqueeze(0), drawn
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     if inputs.dim() == layer.weight.dim() - 1:
         inputs = inputs.unsqueeze(0)
     chosen = _draw(ranks * len(inputs), max(1, count // _PATCHES), generator)
@@ -101,7 +120,7 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
     Returns:
         ``(groups, units, rows per unit)``, counted within the group.
     """
-    if isinstance(layer, nn.Linear):
+    if _is_linear(layer):
         return channels.unsqueeze(0)
     assert isinstance(layer, _ConvNd)
     taps = math.prod(layer.kernel_size)
@@ -116,7 +135,9 @@ def weight_matrix(layer: Layer) -> Tensor:
     A transposed view of memory that is laid out as the weight is.
     """
     groups, dtype = getattr(layer, "groups", 1), torch.promote_types(layer.weight.dtype, torch.float32)
-    matrix = layer.weight.detach().to(dtype).reshape(groups, len(layer.weight) // groups, -1)
+    weight = layer.weight.detach().to(dtype)
+    weight = weight.mT if is_transposed_linear(layer) else weight
+    matrix = weight.reshape(groups, len(weight) // groups, -1)
     if layer.bias is not None:
         matrix = torch.cat([matrix, layer.bias.detach().to(dtype).view(groups, -1, 1)], dim=2)
     return matrix.mT
@@ -124,7 +145,6 @@ def weight_matrix(layer: Layer) -> Tensor:
 
 def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     """The inverse of :func:`weight_matrix`: weight and bias in their own shapes and dtypes."""
-    if layer.bias is None:
-        return matrix.mT.reshape(layer.weight.shape).to(layer.weight), None
-    weight, bias = matrix[:, :-1], matrix[:, -1]
-    return weight.mT.reshape(layer.weight.shape).to(layer.weight), bias.reshape(layer.bias.shape).to(layer.bias)
+    weight = matrix if layer.bias is None else matrix[:, :-1]
+    weight = (weight if is_transposed_linear(layer) else weight.mT).reshape(layer.weight.shape).to(layer.weight)
+    return weight, None if layer.bias is None else matrix[:, -1].reshape(layer.bias.shape).to(layer.bias)
