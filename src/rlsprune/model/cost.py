@@ -51,7 +51,7 @@ class Profile:
     params: int
     """Elements of all parameters, each tensor once."""
     weights: int
-    """Of these, the weights of linear, convolution, recurrent, attention and embedding layers: no biases, no scales."""
+    """The weights of linear, convolution, recurrent, attention and embedding layers: no biases, no scales."""
     flops: int
     """As `torch.utils.flop_counter` counts matrix products, convolutions, recurrent layers and attention; a
     multiply-add counts as 2."""

@@ -30,14 +30,14 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     dims: int = 0
-    """Of the space that a convolution moves in; 0 for a linear layer."""
+    """How many dimensions a convolution moves in; 0 for a linear layer."""
     stride: tuple[int, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
     """Before and after, for each dimension."""
     dilation: tuple[int, ...] = ()
     groups: int = 1
     stuffing: tuple[int, ...] = ()
-    """Of a transposed convolution, its stride: it is an ordinary one of the input with zeros between the pixels."""
+    """The stride of a transposed convolution: it is an ordinary one over the input with zeros between the pixels."""
 
     @property
     def width(self) -> int:

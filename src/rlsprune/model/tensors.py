@@ -46,7 +46,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done all that it was given."""
+    """Blocks until queued work has finished."""
     if device.index is None:
         getattr(torch, device.type).synchronize()
     else:
@@ -104,6 +104,6 @@ def host_waits(device: torch.device) -> bool:
 
 
 def all_finite(gradients: list[Tensor]) -> Tensor:
-    """Of each gradient, whether all its entries are finite (and below 1e19, whose square is not)."""
+    """Whether all entries of each gradient are finite (and below 1e19, whose square is not)."""
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     return torch.stack(torch._foreach_norm(gradients, dtype=dtype)).isfinite()

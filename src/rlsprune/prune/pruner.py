@@ -52,7 +52,7 @@ class Pruner:
     cut with them, so schedulers, parameter groups and hooks stay valid.
 
     An event happens whole or not at all: an error or Ctrl-C in the middle of it leaves network, optimizer, gate and
-    history as they were. ``on_prune`` is called when the event is made and in the history: what it raises undoes
+    history as they were. ``on_prune`` is called once the event is in the history: an error that it raises undoes
     nothing.
 
     Examples:
@@ -118,11 +118,10 @@ class Pruner:
             tolerance: How much above the least loss at any prune so far counts as recovered, as a share of it.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
-            held_out_loss: Gives the loss of the model as it is on held-out data. With it an event takes its channels
-                where they cost the loss least. It saves what ``ratio`` of every layer would, parameters and FLOPs
-                counted alike, but cutting each layer on trial tells how much it loses. Called once, and up to three
-                times for each layer, at every event and preview, with the model in evaluation mode and without
-                gradients.
+            held_out_loss: A function without arguments that returns the model's loss on held-out data. With it an
+                event saves as many parameters and FLOPs as ``ratio`` of every layer would, but takes the channels
+                where they cost this loss least: each layer is cut on trial. Called once, and up to three times for
+                each layer, at every event and preview, with the model in evaluation mode and without gradients.
         """
         _check_arguments(model, optimizer)
         check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
@@ -242,7 +241,7 @@ class Pruner:
         return event
 
     def preview(self) -> PruneEvent | None:
-        """The event that `prune` would make, with what that needs, changing nothing; ``print`` shows it as a table."""
+        """Returns the event that `prune` would make, and changes nothing; ``print`` shows it as a table."""
         with uninterrupted():
             return self._operation.run(self._gate.epoch, None, self.held_out_loss, preview=True)
 

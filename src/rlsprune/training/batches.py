@@ -69,7 +69,7 @@ class GivenBatches:
         self.example: ExampleInputs = _cut(first[0], slice(0, 1), batch_size(first[0]))
         """One input."""
         self.targets = first[1]
-        """Of the first batch, or None."""
+        """The targets of the first batch, or None."""
 
     def __iter__(self) -> Iterator[Pair]:
         return (self._moved(as_pair(batch)) for batch in self._batches)

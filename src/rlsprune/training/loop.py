@@ -28,7 +28,7 @@ class EpochLoss(NamedTuple):
     mean: float
     """Over all examples."""
     last: float
-    """Of the last minibatch."""
+    """The loss of the last minibatch."""
 
 
 class Evaluation(NamedTuple):

@@ -101,7 +101,7 @@ def sweep(
     out: options.Out = None,
     jobs: options.Jobs = 1,
     ray: Annotated[
-        bool, typer.Option("--ray", help="On a Ray cluster (RAY_ADDRESS, or a local one) that shares the folder.")
+        bool, typer.Option("--ray", help="Run on a Ray cluster (RAY_ADDRESS, or a local one) that shares the folder.")
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -37,7 +37,9 @@ def pareto(
         float | None, typer.Option("--target", help="Stop at this share of the parameters, whatever the accuracy.")
     ] = None,
     ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that goes in a round.")] = 0.2,
-    recovery_epochs: Annotated[int, typer.Option("--recovery-epochs", help="Training after each round, at most.")] = 2,
+    recovery_epochs: Annotated[
+        int, typer.Option("--recovery-epochs", help="Epochs of training after each round, at most.")
+    ] = 2,
     lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
     data_dir: options.DataDir = None,
     device: options.Device = None,
@@ -86,7 +88,7 @@ def pareto(
 
 
 def _config(run: Path, source: RunFolder, device: str | None, data_dir: Path | None) -> RunConfig | FitConfig:
-    """Of a run of either command, on a device that this machine has."""
+    """The configuration of a run of either command, on a device that this machine has."""
     values = source.read_json("config")
     if "import_from" not in values:
         return folders.read_config(run, "", device, data_dir)

@@ -17,7 +17,7 @@ OPTIMIZERS = ("rls", "sgd", "adamw")
 GATES = ("train", "batch", "valid")
 
 HELD_OUT_SHARE = 1 / 12
-"""Of the training images, for the gate "valid"; of MNIST's that makes 5,000."""
+"""The share of the training images that the gate "valid" holds out: 5,000 of MNIST's."""
 
 LEARNING_RATES = {"rls": (0.3, 0.1), "adamw": (1e-3, 1e-3), "sgd": (0.1, 0.01)}
 """From scratch, and from pretrained weights; measured in docs/settings.md."""

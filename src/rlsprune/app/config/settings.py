@@ -77,7 +77,7 @@ OURS = PruningSettings(
 """What won; see docs/records."""
 
 RANK = 16
-"""Of P, in our own methods: what `rlsprune.RLS` has by default."""
+"""The rank of P in our own methods, which is the default of `rlsprune.RLS`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TrainingSettings:
     mean_scale: float = 0.1
     """k of RLS: the less, the longer its steps stay large."""
     rank: int | None = None
-    """Of P; None: P whole, as in the paper, and as in all runs of version 0.1.0."""
+    """The rank of P; None for P whole, as in the paper and in all runs of version 0.1.0."""
 
     def __post_init__(self) -> None:
         check_argument("lr_decay", self.lr_decay, 0 <= self.lr_decay < 1, "in [0, 1)")

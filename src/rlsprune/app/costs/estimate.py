@@ -25,12 +25,12 @@ class Machine:
     """How fast one rank is."""
 
     gflops: float
-    """Of a large matrix product, in 10⁹ floating-point operations a second."""
+    """The speed of a large matrix product, in 10⁹ floating-point operations a second."""
     gbytes: float
     """Moved by the rank-one update of a large P, in 10⁹ bytes a second."""
 
     def seconds(self, multiplications: float, moved: float) -> float:
-        """Of so many multiplications with their additions, and so many bytes moved."""
+        """The time of this many multiplications with their additions, and this many bytes moved."""
         return 2e-9 * multiplications / self.gflops + 1e-9 * moved / self.gbytes
 
 
@@ -40,7 +40,7 @@ class LayerPlan:
 
     name: str
     inputs: int
-    """Of each of its groups, with the bias."""
+    """The inputs of each of its groups, with the bias."""
     outputs: int
     inverse_bytes: int
     velocity_bytes: int
@@ -66,12 +66,12 @@ class CostPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer, on every rank."""
+        """The size of the optimizer's state on every rank."""
         return self.fallback_bytes + sum(layer.inverse_bytes + layer.velocity_bytes for layer in self.layers)
 
     @property
     def seconds(self) -> float:
-        """Of what a step of the optimizer takes beyond momentum SGD, on every rank."""
+        """What a step of the optimizer takes beyond momentum SGD, on every rank."""
         return sum(layer.seconds for layer in self.layers)
 
     @property

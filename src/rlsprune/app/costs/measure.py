@@ -32,7 +32,7 @@ _EVENT = f"prune of {100 * _RATIO:.0f} %, obs, exact P"
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one kind of work."""
+    """What one kind of work costs."""
 
     name: str
     ratio: float

@@ -26,7 +26,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 """What Pillow may take a file for. It looks at the bytes, not at the ending, and some of its readers start programs."""
 TEST_SHARE = 0.2
-"""Of the images, where the folder has no test split of its own."""
+"""The share of the images that is tested on, where the folder has no test split."""
 _TEST_NAMES = ("test", "val", "valid")
 _GREY = ("1", "L", "LA", "I;16")
 
@@ -140,7 +140,7 @@ def _read(
 
 
 def _pixels(file: Path, size: tuple[int, int] | None, channels: Channels) -> npt.NDArray[np.uint8]:
-    """Of one image, (C, H, W)."""
+    """The pixels of one image, (C, H, W)."""
     from PIL import ImageOps
 
     with _opened(file) as image:

@@ -24,7 +24,7 @@ _EXAMPLES = 2
 
 
 class ReadLabels(NamedTuple):
-    """Of both splits."""
+    """The labels of both splits."""
 
     task: str
     """One of `rlsprune.app.config.metrics.TASKS`."""

@@ -30,7 +30,7 @@ class Preset:
     warmup_epochs: int
     """q: epochs before the first prune."""
     small_warmup_epochs: int | None = None
-    """That of the recipe "ours"; None for the same."""
+    """The value of the recipe "ours"; None for the same."""
     train_images: int | None = None
     """None for all."""
     test_images: int | None = None
@@ -80,7 +80,7 @@ class Experiment:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one input, as the network takes it."""
+        """The shape of one input, as the network takes it."""
         return (3, 32, 32) if self.convolutional else (784,)
 
     def build(self, batch_norm: bool = False) -> nn.Module:
