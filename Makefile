@@ -62,6 +62,8 @@ docs: $(BIN)/pip
 soak: $(VENV)/dev.stamp
 	$(BIN)/pytest -m soak
 	RLSPRUNE_FUZZ=1300 $(BIN)/pytest tests/fuzz
+	$(PIP_INSTALL) -e ".[fuzz]"
+	$(BIN)/python tests/fuzz/guided.py all 60
 	$(BIN)/python -m benchmarks.speed.soak_run
 	$(BIN)/python -m benchmarks.quality.soak_inverse
 

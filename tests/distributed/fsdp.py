@@ -44,10 +44,6 @@ def divided_run(folder: Path) -> dict[str, Any]:
         "velocity": optimizer.memory_usage()["velocity"],
     }
     if dist.is_initialized():
-        try:
-            rlsprune.Pruner(model, optimizer, torch.rand(2, 20))
-        except ValueError as error:
-            result["refused"] = str(error)
         save_checkpoint(folder / "divided", model, optimizer)
         twin = divided()
         resumed = rlsprune.RLS(twin, lr=0.1, rank=4)
@@ -57,6 +53,76 @@ def divided_run(folder: Path) -> dict[str, Any]:
         result["went on"] = whole(dict(model.named_parameters()))
         result["resumed"] = whole(dict(twin.named_parameters()))
     return result
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "RLS": lambda model: rlsprune.RLS(model, lr=0.3, rank=4),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3),
+}
+
+
+def pruned_run(folder: Path, name: str, criterion: str = "obs", patience: int | None = None) -> dict[str, Any]:
+    """Trains a divided network, or alone a whole one, and prunes it twice on the way.
+
+    With patience, it is saved then, and both it and one that is loaded are rolled back and trained on.
+    """
+    model = divided() if dist.is_initialized() else normed()
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS[name](model)
+    pruner = rlsprune.Pruner(
+        model, optimizer, torch.rand(2, 20), ratio=0.3, warmup_epochs=0, criterion=criterion, patience=patience
+    )
+    events = []
+    for number in range(2):
+        train(model, optimizer, (20,), range(10 * number, 10 * number + 10))
+        assert pruner.preview() is not None  # leaves no trace
+        events.append(pruner.step(2.0 - number))
+    train(model, optimizer, (20,), range(20, 25))
+    assert all(own is other for own, other in zip(parameters, model.parameters(), strict=True))
+    result: dict[str, Any] = {
+        "removed": [event.removed for event in events],
+        "params": [(event.params_before, event.params_after, event.flops_after) for event in events],
+        "weights": whole(dict(model.named_parameters())),
+        "state": [whole(_tensors(optimizer.state[p])) for p in parameters],
+        "local": sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters),
+    }
+    if patience is not None and dist.is_initialized():
+        save_checkpoint(folder / "twice", model, optimizer, pruner)
+        pruner.save(folder / "twice.safetensors")
+        drawn = torch.rand(3)
+        result["loaded"] = loaded_divided(folder, name, divided(), patience)
+        assert torch.equal(result["loaded"].pop("drawn"), drawn)
+    if patience is not None:
+        pruner.step(9.0)
+        result["rolled back"] = whole(dict(model.named_parameters()))
+        result["kinds"] = [event.kind for event in pruner.history]
+        train(model, optimizer, (20,), range(25, 27))
+        result["went on"] = whole(dict(model.named_parameters()))
+    return result
+
+
+def loaded_divided(folder: Path, name: str, model: nn.Module, patience: int) -> dict[str, Any]:
+    """Goes on from the checkpoint of a divided network, with one that is divided or whole."""
+    optimizer = OPTIMIZERS[name](model)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(2, 20), ratio=0.3, warmup_epochs=0, patience=patience)
+    load_checkpoint(folder / "twice", model, optimizer, pruner)
+    drawn = torch.rand(3)
+    weights = whole(dict(model.named_parameters()))
+    pruner.step(9.0)
+    train(model, optimizer, (20,), range(25, 27))
+    return {"drawn": drawn, "weights": weights, "went on": whole(dict(model.named_parameters()))}
+
+
+def _tensors(entries: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+
+
+PRUNED: dict[str, tuple[Any, ...]] = {
+    "RLS": ("RLS",),
+    "AdamW": ("AdamW",),
+    "l1": ("AdamW", "l1"),
+    "roll-back": ("RLS", "obs", 1),
+}
 
 
 def pruned() -> tuple[nn.Module, rlsprune.RLS, rlsprune.Pruner]:

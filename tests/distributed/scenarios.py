@@ -112,6 +112,7 @@ def equal_runs(folder: Path) -> dict[str, Any]:
         "plain": plain,
         "guards": guards(),
         "fsdp": fsdp.divided_run(folder),
+        "pruned": {name: fsdp.pruned_run(folder, *case) for name, case in fsdp.PRUNED.items()},
         "checkpoint": fsdp.checkpointed_run(folder),
         "exit code": main([*OPTIONS, "--epochs", "3", "--threads", "1", "--out", str(folder / "run")]),
         "folder": str(folder),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+import rlsprune
 from distributed import fsdp, launch, scenarios
 from distributed.runs import OPTIONS
 from distributed.runs import agree as agree_runs
@@ -83,8 +84,32 @@ def test_a_network_divided_by_fully_shard_trains_to_the_same_numbers(two: Any) -
         run = rank["fsdp"]
         torch.testing.assert_close(run["weights"], alone["weights"], rtol=0, atol=1e-6)
         torch.testing.assert_close(run["inverse"], alone["inverse"], rtol=0, atol=1e-6)
-        assert "divided by fully_shard" in run["refused"]
         torch.testing.assert_close(run["resumed"], run["went on"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", fsdp.PRUNED)
+def test_a_divided_network_is_pruned_as_a_whole_one_is(two: Any, case: str) -> None:
+    alone = fsdp.pruned_run(Path(), *fsdp.PRUNED[case])
+    for rank in two:
+        run = rank["pruned"][case]
+        for kind in ("removed", "params", "kinds"):
+            assert run.get(kind) == alone.get(kind)
+        for kind in ("weights", "state", "rolled back", "went on"):
+            torch.testing.assert_close(run.get(kind), alone.get(kind), rtol=0, atol=1e-5)
+        assert run["local"] < 0.6 * alone["local"], "every rank has its part alone"
+
+
+def test_a_checkpoint_of_a_divided_network_is_loaded_by_any_number(two: Any) -> None:
+    for rank in two:
+        run = rank["pruned"]["roll-back"]
+        for kind in ("weights", "went on"):
+            torch.testing.assert_close(run["loaded"][kind], run[kind], rtol=0, atol=0)
+    folder = Path(two[0]["folder"])
+    alone = fsdp.loaded_divided(folder, "RLS", scenarios.normed(), 1)
+    torch.testing.assert_close(alone["weights"], run["weights"], rtol=0, atol=0)
+    torch.testing.assert_close(alone["went on"], run["went on"], rtol=0, atol=1e-5)
+    model = rlsprune.load(folder / "twice.safetensors", scenarios.normed())
+    torch.testing.assert_close(dict(model.named_parameters()), run["weights"], rtol=0, atol=0)
 
 
 def test_a_checkpoint_of_two_ranks_is_loaded_by_any_number(two: Any) -> None:

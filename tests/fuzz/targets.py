@@ -129,6 +129,10 @@ class Target:
     files: Damage
     load: Callable[[Path], object]
     refusals: tuple[type[Exception], ...] = (FileError,)
+    core: bytes = b""
+    """The part of a sound file that coverage-guided fuzzing changes; none if there are several files."""
+    pack: Callable[[bytes], bytes] = bytes
+    """From that part, changed, to a file whose compression and checksums fit it."""
 
 
 def fnn() -> nn.Sequential:
@@ -144,23 +148,25 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def signed(original: bytes, key: str, tmp: Path) -> Damage:
-    """Damage to the JSON in a file's header, under a checksum that fits it: as someone with bad intent would do it."""
+def signer(original: bytes, key: str, tmp: Path) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """The JSON in a file's header, and what puts another in its place under a checksum that fits it."""
     path = tmp / "signed"
     path.write_bytes(original)
     with safe_open(path, "pt") as file:
         text = file.metadata()[key]
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
-    def sign(text: str) -> bytes:
+    def sign(data: bytes) -> bytes:
+        text = data.decode("utf-8", "replace")
         save_file(tensors, path, {key: text, "sha256": tensorfile.digest(text, tensors)})
         return path.read_bytes()
 
-    damage = one_of(
-        lambda rng: as_json(edited(rng, json.loads(text))),
-        damaged(text.encode()),
-    )
-    return packed(damage, lambda data: sign(data.decode("utf-8", "replace")))
+    return text.encode(), sign
+
+
+def signed(text: bytes, sign: Callable[[bytes], bytes]) -> Damage:
+    """Damage to the JSON in a file's header, as someone with bad intent would do it: the checksum fits."""
+    return packed(one_of(lambda rng: as_json(edited(rng, json.loads(text))), damaged(text)), sign)
 
 
 def repacked_zip(original: bytes) -> Damage:
@@ -318,27 +324,35 @@ def make_targets(tmp: Path) -> dict[str, Target]:
     fit_config = make_fit_config("net:build", "data.npz").to_dict()
     lines = "".join(json.dumps({"epoch": epoch, "accuracy": 98.5}) + "\n" for epoch in range(5)).encode()
 
-    configs = (FileError, ValueError)
+    configs, npz = (FileError, ValueError), arrays.getvalue()
+    damaged_pickle = one_of(damaged(pickle_file), repacked_zip(pickle_file))
+    model_text, state_text = signer(model_file, "rlsprune", tmp), signer(state_file, "rlsprune-state", tmp)
+
+    def load(path: Path) -> object:
+        return rlsprune.load(path, into=fnn())
+
     return {
-        "model": Target(damaged(model_file), lambda path: rlsprune.load(path, into=fnn())),
-        "model, signed": Target(signed(model_file, "rlsprune", tmp), lambda path: rlsprune.load(path, into=fnn())),
-        "metadata": Target(signed(model_file, "rlsprune", tmp), read_metadata),
-        "state": Target(damaged(state_file), load_state),
-        "state, signed": Target(signed(state_file, "rlsprune-state", tmp), load_state),
-        "weights .pt": Target(one_of(damaged(pickle_file), repacked_zip(pickle_file)), weights(".pt")),
-        "weights .safetensors": Target(damaged(plain_file), weights(".safetensors")),
-        "idx": Target(one_of(damaged(idx), packed(damaged(idx), gzipped)), read_idx, (DataError,)),
-        "idx pair": Target(damaged(idx), lambda path: read_idx_pair(path, labels), (DataError,)),
-        "cifar .bin": Target(damaged(batch), read_cifar_batch, (DataError,)),
+        "model": Target(damaged(model_file), load, core=model_file),
+        "model, signed": Target(signed(*model_text), load, (FileError,), *model_text),
+        "metadata": Target(signed(*model_text), read_metadata, (FileError,), *model_text),
+        "state": Target(damaged(state_file), load_state, core=state_file),
+        "state, signed": Target(signed(*state_text), load_state, (FileError,), *state_text),
+        "weights .pt": Target(damaged_pickle, weights(".pt"), core=pickle_file),
+        "weights .safetensors": Target(damaged(plain_file), weights(".safetensors"), core=plain_file),
+        "idx": Target(one_of(damaged(idx), packed(damaged(idx), gzipped)), read_idx, (DataError,), idx),
+        "idx pair": Target(damaged(idx), lambda path: read_idx_pair(path, labels), (DataError,), idx),
+        "cifar .bin": Target(damaged(batch), read_cifar_batch, (DataError,), batch),
         "cifar .tar.gz": Target(
             one_of(damaged(archive), packed(damaged(gzip.decompress(archive)), gzipped)),
             lambda path: read_cifar_archive(path, ("test_batch.bin",)),
             (DataError,),
+            gzip.decompress(archive),
+            gzipped,
         ),
-        "svhn .mat": Target(one_of(damaged(mat), damaged(packed_mat), zlib_mat(mat)), read_svhn, (DataError,)),
-        "npz": Target(one_of(damaged(arrays.getvalue()), repacked_zip(arrays.getvalue())), read_npz, (DataError,)),
-        "config": Target(edited_json(config), read_config(RunConfig), configs),
-        "fit config": Target(edited_json(fit_config), read_config(FitConfig), configs),
-        "metrics": Target(one_of(damaged(lines), lambda rng: as_json(value(rng))), read_lines),
+        "svhn .mat": Target(one_of(damaged(mat), damaged(packed_mat), zlib_mat(mat)), read_svhn, (DataError,), mat),
+        "npz": Target(one_of(damaged(npz), repacked_zip(npz)), read_npz, (DataError,), npz),
+        "config": Target(edited_json(config), read_config(RunConfig), configs, as_json(config)),
+        "fit config": Target(edited_json(fit_config), read_config(FitConfig), configs, as_json(fit_config)),
+        "metrics": Target(one_of(damaged(lines), lambda rng: as_json(value(rng))), read_lines, core=lines),
         "report": Target(edited_run, report),
     }

@@ -47,6 +47,16 @@ NAMES = (
 )
 
 
+def folder_of(name: str) -> str:
+    """The name of a loader, for a folder."""
+    return name.replace(",", "").replace(".", "").replace(" ", "-")
+
+
+def corpus_of(name: str) -> list[Path]:
+    """Inputs that coverage-guided fuzzing (guided.py) found to reach other code; see `Target.core`."""
+    return sorted((Path(__file__).parent / "corpus" / folder_of(name)).glob("*"))
+
+
 class HangError(BaseException):
     """A loader that does not come back."""
 
@@ -105,3 +115,17 @@ def test_damaged_files_are_loaded_or_refused(name: str, tmp_path: Path, capsys: 
             sys.stdout.write(
                 f"\n{name}: {outcomes.total():,} files, {outcomes['refused']:,} refused, the rest loaded\n"
             )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_that_reach_other_code_are_loaded_or_refused(name: str, tmp_path: Path) -> None:
+    target = make_targets(tmp_path)[name]
+    for number, path in enumerate([*[None] * bool(target.core), *corpus_of(name)]):
+        folder = tmp_path / f"scratch-{number}"
+        folder.mkdir()
+        (folder / "file").write_bytes(target.pack(target.core if path is None else path.read_bytes()))
+        try:
+            with bounded():
+                target.load(folder / "file")
+        except target.refusals:
+            assert path is not None, "the sound file is refused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import rlsprune
+from rlsprune.io.checkpoint import load_checkpoint, save_checkpoint
 
 EXAMPLE = torch.rand(1, 2, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -137,6 +139,24 @@ def unloaded(scene: Scene) -> Scene:
     return scene
 
 
+def without_average(scene: Scene) -> Scene:
+    """A fresh network with its optimizer and pruner."""
+    scene.optimizer = rlsprune.RLS(scene.model)
+    scene.pruner = rlsprune.Pruner(scene.model, scene.optimizer, EXAMPLE, ratio=0.5, warmup_epochs=0)
+    return scene
+
+
+@cache
+def saved_checkpoint() -> Path:
+    scene = without_average(Scene(Path(os.devnull)))
+    scene.backward()
+    scene.optimizer.step()
+    assert scene.pruner.step(1.0) is not None
+    folder = Path(tempfile.mkdtemp())
+    save_checkpoint(folder, scene.model, scene.optimizer, scene.pruner)
+    return folder
+
+
 Make, Act = Callable[[Scene], Scene], Callable[[Scene], Any]
 ACTIONS: dict[str, tuple[Make, Act]] = {
     "step of RLS": (Scene.trained, lambda scene: scene.optimizer.step()),
@@ -149,6 +169,10 @@ ACTIONS: dict[str, tuple[Make, Act]] = {
     "load": (saved, lambda scene: rlsprune.load(scene.folder / "model.safetensors", scene.model)),
     "load of RLS": (unloaded, lambda scene: scene.optimizer.load_state_dict(saved_states()[1])),
     "load of Pruner": (unloaded, lambda scene: scene.pruner.load_state_dict(saved_states()[2])),
+    "load_checkpoint": (
+        without_average,
+        lambda scene: load_checkpoint(saved_checkpoint(), scene.model, scene.optimizer, scene.pruner),
+    ),
     "RLS": (lambda scene: scene, optimizer_made),
     "Pruner": (lambda scene: scene, pruner_made),
 }

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from rlsprune.model.tensors import is_sharded
+
 __all__ = ["checksum", "fingerprint"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,7 +32,8 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None, *, values: bool =
     """
 
     def outline(tensor: Tensor) -> tuple[int, ...]:
-        return (*tensor.shape, checksum(tensor)) if values else tuple(tensor.shape)
+        # Of a tensor that is divided every rank has other values.
+        return (*tensor.shape, checksum(tensor)) if values and not is_sharded(tensor) else tuple(tensor.shape)
 
     prints: dict[str, Any] = {}
     for name, parameter in model.named_parameters():

@@ -35,5 +35,7 @@ def joined() -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
     yield
-    # Not after an error: the others would have to be waited for.
+    # Not after an error: the others would have to be waited for. All leave together: torchrun ends the ranks that are
+    # still at work, writing what the run delivers, if one that has left fails at its very end.
+    dist.barrier()
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlsprune.graph.groups import Group, unit_index
 from rlsprune.graph.layers import axis_of, join
 from rlsprune.graph.members import Axis, Member
-from rlsprune.model.tensors import memory_format
+from rlsprune.model.tensors import is_sharded, memory_format, placed_like, whole
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,12 @@ def plan_cuts(removed: Sequence[tuple[Group, Tensor | Sequence[int]]]) -> Cuts:
 
 
 def cut(tensor: Tensor, dims: dict[int, Tensor]) -> Tensor:
-    """A new tensor with only the given indices along the given dimensions, in the memory format of the old."""
+    """A new tensor with only the given indices along the given dimensions, in the memory format of the old.
+
+    Of a ``DTensor`` all parts are gathered, and the result is divided again.
+    """
+    if is_sharded(tensor):
+        return placed_like(tensor, cut(whole(tensor), dims))
     result = tensor.detach()
     for dim, keep in dims.items():
         result = result.index_select(dim, keep.to(tensor.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -89,6 +89,19 @@ class ChannelGraph:
                 return group
         raise KeyError(f"no group {name!r}; there are {', '.join(group.name for group in self.groups) or 'none'}")
 
+    def moved_to(self, modules: Mapping[nn.Module, nn.Module]) -> ChannelGraph:
+        """The same groups of a network of the same structure, whose modules stand in the places of these."""
+
+        def moved(member: Member) -> Member:
+            reads = None if member.reads is None else modules[member.reads]
+            return replace(member, module=modules[member.module], reads=reads)
+
+        def of(group: Group) -> Group:
+            attention = None if group.attention is None else group.attention.each_member(moved)
+            return replace(_each_member(group, moved), attention=attention)
+
+        return ChannelGraph([of(group) for group in self.groups], self.skipped)
+
     def shrink(self, cuts: Cuts) -> None:
         """Renumber every group after a plan was carried out; without running the network again."""
         self.groups = tuple(_renumber(group, cuts.units.get(group.name), cuts.stay) for group in self.groups)
@@ -117,12 +130,15 @@ def _renumber(group: Group, units: Tensor | None, stay: Mapping[Axis, Tensor]) -
     def moved(member: Member) -> Member:
         return renumbered(replace(member, index=member.index.index_select(0, keep)), stay)
 
+    attention = None if group.attention is None else group.attention.renumbered(stay)
+    return replace(_each_member(group, moved), size=len(keep), attention=attention)
+
+
+def _each_member(group: Group, change: Callable[[Member], Member]) -> Group:
     return replace(
         group,
-        size=len(keep),
-        producers=tuple(map(moved, group.producers)),
-        carriers=tuple(map(moved, group.carriers)),
-        consumers=tuple(map(moved, group.consumers)),
-        products=tuple((moved(one), moved(other)) for one, other in group.products),
-        attention=None if group.attention is None else group.attention.renumbered(stay),
+        producers=tuple(map(change, group.producers)),
+        carriers=tuple(map(change, group.carriers)),
+        consumers=tuple(map(change, group.consumers)),
+        products=tuple((change(one), change(other)) for one, other in group.products),
     )

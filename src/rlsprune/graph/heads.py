@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,8 +80,11 @@ class Attention:
 
     def renumbered(self, stay: Mapping[Axis, Tensor]) -> Attention:
         """After that."""
-        queries, keys, values = (renumbered(member, stay) for member in (self.queries, self.keys, self.values))
-        return replace(self, queries=queries, keys=keys, values=values)
+        return self.each_member(lambda member: renumbered(member, stay))
+
+    def each_member(self, change: Callable[[Member], Member]) -> Attention:
+        """With other queries, keys and values."""
+        return replace(self, queries=change(self.queries), keys=change(self.keys), values=change(self.values))
 
 
 def renumbered(member: Member, stay: Mapping[Axis, Tensor]) -> Member:

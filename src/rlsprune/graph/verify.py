@@ -154,6 +154,8 @@ class CutTrial:
         """Why nothing can be verified with the present weights; None if it can."""
         try:
             outputs = self.run({})[_OUTPUT]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             return f"the network does not run a second time, so nothing can be verified ({first_line(error)})"
         if not all(bool(tensor.isfinite().all()) for tensor in outputs):
@@ -209,6 +211,8 @@ class CutTrial:
                 hooked(self.layers, lambda module, _: entered.append(module)),
             ):
                 small = self.run(state)
+        except torch.OutOfMemoryError:
+            raise  # the machine's limits say nothing about the network
         except Exception as error:
             why = f"the network does not run without some of its {what} ({first_line(error)})"
             return _Fault(why, entered[-1] if entered else None)

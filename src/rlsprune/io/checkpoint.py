@@ -1,29 +1,34 @@
 """Checkpoints that every rank writes its part of, by ``torch.distributed.checkpoint``, for any number of ranks to load.
 
-A folder holds ``model.safetensors`` and ``state.safetensors`` (the settings of the optimizer, and the pruner), which
-rank 0 writes, and in ``parts/`` the optimizer's tensors, each written by a rank that has it; of a network divided by
-``fully_shard`` the weights as well. No rank ever holds more than its own part.
+A folder holds ``model.safetensors`` (not of a network divided by ``fully_shard``), in ``parts/`` the optimizer's
+tensors and the divided weights, each written by a rank that has it, and, written last, ``state.safetensors``: all else,
+and the digests of the other files. No rank ever holds more than its own part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_parts
-from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from rlsprune.distributed.ranks import find_ranks
+from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.io import modelfile
-from rlsprune.io.atomic import FileError
+from rlsprune.io.atomic import FileError, storing
+from rlsprune.io.parts import joined, read_parts, taken_apart, write_parts
 from rlsprune.io.state import load_state, save_state
 from rlsprune.model.calls import unwrap
+from rlsprune.model.interrupts import uninterrupted
+from rlsprune.model.sharded import settle
 from rlsprune.model.tensors import is_sharded
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -36,11 +41,17 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint; all ranks call it, on a file system that they share.
 
+    It has the random state of every rank, too: resumed on as many ranks, a run has the same numbers to the bit.
+
     Args:
-        folder: Made if it is not there. What it holds is replaced: use a new one for every checkpoint.
+        folder: Made if it is not there. What it holds is replaced, and is no checkpoint until all of it is written: use
+            a new one for every checkpoint.
         model: The network, wrapped or not.
         optimizer: Any optimizer whose state is tensors and numbers.
         pruner: The pruner, if there is one.
+
+    Raises:
+        StorageError: The disk did not take it.
 
     Examples:
         >>> import torch
@@ -50,50 +61,56 @@ def save_checkpoint(
         ['model.safetensors', 'parts', 'state.safetensors']
     """
     model, path, ranks = unwrap(model), Path(folder), find_ranks(model)
-    parts: dict[str, Any] = {}
-    plain: dict[str, dict[str, Any]] = {}
+    leads = ranks is None or ranks.rank == 0
+    settle(model)
+    parts: dict[str, Tensor] = {}
     names = _names(model)
-    for parameter, entries in optimizer.state.items():
-        name = names[parameter]
-        for key, value in entries.items():
-            if isinstance(value, dict):
-                parts |= {_join("optimizer", name, key, own): v for own, v in value.items() if isinstance(v, Tensor)}
-                value = {own: v for own, v in value.items() if not isinstance(v, Tensor)}
-            if isinstance(value, Tensor):
-                parts[_join("optimizer", name, key)] = value
-            else:
-                plain.setdefault(name, {})[key] = value
+    state: dict[str, Any] = {
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        "optimizer": taken_apart({names[p]: entries for p, entries in optimizer.state.items()}, "optimizer", parts),
+        "pruner": None if pruner is None else taken_apart(pruner.state_dict(), "pruner", parts),
+        "random": [torch.get_rng_state()] if ranks is None else ranks.gather(torch.get_rng_state()),
+    }
     divided = any(map(is_sharded, model.parameters()))
     if divided:
-        parts |= {_join("model", name): tensor.detach() for name, tensor in model.state_dict().items()}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    state = {"groups": groups, "plain": plain, "pruner": None if pruner is None else pruner.state_dict()}
-    if ranks is None or ranks.rank == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        if not divided:
-            modelfile.save(model, path / _MODEL)
-        save_state(path / _STATE, state)
+        taken_apart(dict(model.named_parameters()), "model", parts)
+        state["shape"] = modelfile.shape_of(model)
+    state["divided"] = [name for name, tensor in parts.items() if is_sharded(tensor)]
+    with storing(path):
+        if leads:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _STATE).unlink(missing_ok=True)
+            shutil.rmtree(path / _PARTS, ignore_errors=True)
+            (path / _MODEL).unlink(missing_ok=True)
+            if not divided:
+                modelfile.save(model, path / _MODEL)
+                state["model"] = modelfile.read_checksum(path / _MODEL)
+        if ranks is not None:
+            ranks.gather(None)  # the folder is there
+        state["digests"] = write_parts(path / _PARTS, parts, ranks)
+        if leads:
+            save_state(path / _STATE, state)
     if ranks is not None:
-        ranks.gather(None)  # the folder is there
-    save_parts(parts, checkpoint_id=path / _PARTS, no_dist=ranks is None)
+        ranks.gather(None)  # nobody goes on, or ends, before it is complete
 
 
 def load_checkpoint(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, pruner: Stateful | None = None
 ) -> None:
-    """Loads a checkpoint that any number of ranks has written; all ranks call it.
+    """Loads a checkpoint that any number of ranks has written; all ranks call it. All of it is loaded, or nothing.
 
     Only from a folder that you trust: ``torch.distributed.checkpoint`` unpickles the metadata of the parts, which can
     execute anything.
 
     Args:
         folder: Of :func:`save_checkpoint`.
-        model: A fresh model, which takes the checkpoint's shape and weights. Wrap it (again) after this.
+        model: A fresh model, which takes the checkpoint's shape and weights; divided by ``fully_shard`` or not,
+            whatever the one that was saved. Wrap it in DistributedDataParallel (again) after this.
         optimizer: Of that model, with the same layers.
         pruner: Of both.
 
     Raises:
-        FileError: The checkpoint is damaged, or of another model.
+        FileError: The checkpoint is damaged, not complete, or of another model.
 
     Examples:
         >>> import torch
@@ -103,67 +120,85 @@ def load_checkpoint(
         >>> torch.equal(fresh.weight, model.weight)
         True
     """
-    model, path = unwrap(model), Path(folder)
+    model, path, ranks = unwrap(model), Path(folder), find_ranks(model)
+    settle(model)
+    if not (path / _STATE).is_file():
+        raise FileError(path, f"it is no complete checkpoint: {_STATE}, written last, is missing", "load another one")
     state = load_state(path / _STATE)
-    divided = any(map(is_sharded, model.parameters()))
-    if not divided:
-        modelfile.load(path / _MODEL, model)
+    divided = "shape" in state
+    if not divided and state["model"] != modelfile.read_checksum(path / _MODEL):
+        raise FileError(path / _MODEL, "it is not the one that was written with the state", "restore the folder")
     parameters = {name: parameter for parameter, name in _names(model).items()}
-    saved = FileSystemReader(path / _PARTS).read_metadata().state_dict_metadata
-    wanted: dict[str, Any] = {}
-    for key, outline in saved.items():
-        kind, name, *_ = _split(key)
-        if kind == "model":
-            wanted[key] = model.state_dict()[name].detach()
-            continue
-        if name not in parameters:
-            raise FileError(
-                path, f"it has the state of {name!r}, which the model does not have", "build the same model"
-            )
-        wanted[key] = _room(parameters[name], outline)
-    load_parts(wanted, checkpoint_id=path / _PARTS, no_dist=find_ranks(model) is None)
-    _fill(optimizer, parameters, wanted, state)
-    if pruner is not None and state["pruner"] is not None:
-        pruner.load_state_dict(state["pruner"])
+    parts = read_parts(path / _PARTS, state["digests"], partial(_room, path, parameters, set(state["divided"])), ranks)
+    with uninterrupted(), modelfile.undone_on_error(model), _undone_on_error(optimizer):
+        if divided:
+            names = model.named_parameters(remove_duplicate=False)
+            weights = {name: parts.get(f"model/{_names(model)[parameter]}") for name, parameter in names}
+            modelfile.reshape(model, state["shape"], weights, path)
+        else:
+            modelfile.load(path / _MODEL, model)
+        _fill(optimizer, parameters, joined(state["optimizer"], parts), state["groups"])
+        if pruner is not None and state["pruner"] is not None:
+            pruner.load_state_dict(joined(state["pruner"], parts))
+        _restore_random(state["random"], ranks)
 
 
-def _fill(optimizer: Optimizer, parameters: dict[str, Tensor], parts: dict[str, Any], state: dict[str, Any]) -> None:
+def _fill(
+    optimizer: Optimizer, parameters: dict[str, Tensor], states: dict[str, Any], groups: list[dict[str, Any]]
+) -> None:
     """Gives the optimizer what was loaded, by its own way of loading."""
-    states: dict[str, dict[str, Any]] = state["plain"]
-    for key, value in parts.items():
-        kind, name, *rest = _split(key)
-        if kind == "optimizer":
-            entries = states.setdefault(name, {})
-            if len(rest) == 1:
-                entries[rest[0]] = value
-            else:
-                entries.setdefault(rest[0], {})[rest[1]] = value
     names = {id(parameter): name for name, parameter in parameters.items()}
     packed = optimizer.state_dict()
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     packed["state"] = {
         number: states[names[id(parameter)]] for number, parameter in enumerate(order) if names[id(parameter)] in states
     }
-    for group, saved in zip(packed["param_groups"], state["groups"], strict=True):
+    for group, saved in zip(packed["param_groups"], groups, strict=True):
         group |= saved
     optimizer.load_state_dict(packed)
 
 
-def _room(parameter: Tensor, outline: Any) -> Tensor:
-    """Where a saved tensor goes: divided as its parameter is, if it has the parameter's shape."""
-    dtype = outline.properties.dtype
-    if is_sharded(parameter) and outline.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype)
-    return torch.empty(outline.size, dtype=dtype, device=parameter.device if len(outline.size) else "cpu")
+def _restore_random(states: list[Tensor], ranks: Ranks | None) -> None:
+    """Goes on with this rank's own numbers, if it was there."""
+    rank = 0 if ranks is None else ranks.rank
+    if rank < len(states):
+        torch.set_rng_state(states[rank])
+
+
+@contextlib.contextmanager
+def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """An error inside leaves the optimizer's state and settings as they were."""
+    states = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        raise
+
+
+def _room(
+    path: Path, parameters: dict[str, Tensor], divided: set[str], name: str, outline: TensorStorageMetadata
+) -> Tensor:
+    """Where a saved tensor goes: divided if it was, or is to be, and the network is."""
+    kind, owner, *rest = name.split("/")
+    if kind != "pruner" and owner not in parameters:
+        raise FileError(path, f"it has the state of {owner!r}, which the model does not have", "build the same model")
+    like = next(iter(parameters.values())) if kind == "pruner" else parameters[owner]
+    # What an optimizer keeps of a parameter itself (not in an entry of an entry) has its shape.
+    mirrors = kind == "optimizer" and len(rest) == 1 and len(outline.size) == like.dim()
+    if is_sharded(like) and (name in divided or mirrors):
+        from torch.distributed.tensor import zeros
+
+        mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+        room: Tensor = zeros(outline.size, dtype=outline.properties.dtype, device_mesh=mesh, placements=placements)
+        return room
+    return torch.empty(outline.size, dtype=outline.properties.dtype, device=like.device)
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
-
-
-def _join(*parts: str) -> str:
-    return "/".join(parts)
-
-
-def _split(key: str) -> list[str]:
-    return key.split("/")

@@ -17,17 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io import compatibility, tensorfile
+from rlsprune.io.atomic import FileError
 from rlsprune.io.tensorfile import DTYPES, TensorFile
 from rlsprune.model.arguments import quoted
-from rlsprune.model.calls import unwrap
+from rlsprune.model.calls import bare_copy, unwrap
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import refuse_inference_mode
 from rlsprune.model.selector import check_kept, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.model.sharded import settle, sharded_modules
 from rlsprune.model.sizes import read_sizes, write_sizes
 from rlsprune.model.tensors import memory_format, replace_data
 
-__all__ = ["load", "read_checksum", "read_metadata", "save", "verify"]
+__all__ = ["load", "read_checksum", "read_metadata", "reshape", "save", "shape_of", "undone_on_error", "verify"]
 
 FORMAT = 1
 _KEY = "rlsprune"
@@ -40,7 +43,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
     The file is written beside its place, flushed to the disk and renamed: whatever goes wrong, what was there stays.
 
     Args:
-        model: Wrappers of `torch.compile` and data parallelism are looked through.
+        model: Wrappers of `torch.compile` and data parallelism are looked through. If it is divided by ``fully_shard``,
+            all ranks call this, and rank 0 writes.
         path: The file, by custom ending in `.safetensors`.
         metadata: Anything that `json.dumps` takes; `read_metadata` gives it back.
 
@@ -54,6 +58,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
         >>> save(torch.nn.Linear(4, 2), "small.safetensors", {"note": "unpruned"})
     """
     model = unwrap(model)
+    ranks = find_ranks(model) if sharded_modules(model) else None
+    if ranks is not None:
+        model = bare_copy(model)
     tensors, aliases = _distinct(compatibility.named_tensors(model))
     layers = compatibility.sized_layers(model)
     content = {
@@ -71,7 +78,10 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
         text = json.dumps(content)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata is not JSON ({error}): use plain numbers, strings, lists and dicts") from error
-    tensorfile.write(path, _KEY, text, tensors)
+    if ranks is None or ranks.rank == 0:
+        tensorfile.write(path, _KEY, text, tensors)
+    if ranks is not None:
+        ranks.gather(None)  # nobody reads it before it is there
 
 
 def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
@@ -103,8 +113,7 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
     refuse_inference_mode("loading")
     model = unwrap(into)
     layers = compatibility.sized_layers(model)
-    selecting = {compatibility.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
-    own = {name: tensor for name, tensor in compatibility.named_tensors(model).items() if name not in selecting}
+    own = _own(model)
     for name, tensor in own.items():
         if not compatibility.has_data(tensor):
             raise ValueError(f"{name!r} of the model has no data to replace: make the model on a real device first")
@@ -123,29 +132,79 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         tensors = file.tensors()
         kept = {layer: check_kept(tensors[name], widths[layer]) for name, layer in selectors.items()}
     fresh = _on_devices(own, sources, tensors)
-    with uninterrupted(), _undone_on_error(own, layers):
-        for name, target in own.items():
-            replace_data(target, fresh[name])
-        for name, layer in layers.items():
-            write_sizes(layer, sizes[name])
-            if isinstance(layer, nn.Linear) and name in kept:
-                set_kept_inputs(layer, kept[name], widths[name])
+    with uninterrupted(), undone_on_error(model):
+        _apply(model, fresh, sizes, {name: (kept[name], widths[name]) for name in kept})
     return into
 
 
+def shape_of(model: nn.Module) -> dict[str, Any]:
+    """All of a network but its parameters: the sizes of its layers, its input selectors and its buffers."""
+    layers = compatibility.sized_layers(model)
+    selectors = {name: (kept_inputs(layer), full_in_features(layer)) for name, layer in _linear(layers).items()}
+    return {
+        "layers": {name: read_sizes(layer) for name, layer in layers.items()},
+        "selectors": {name: pair for name, pair in selectors.items() if pair[0] is not None},
+        "buffers": {name: tensor for name, tensor in _own(model).items() if not isinstance(tensor, nn.Parameter)},
+    }
+
+
+def reshape(
+    model: nn.Module, shape: Mapping[str, Any], weights: Mapping[str, Tensor | None], path: str | os.PathLike[str]
+) -> None:
+    """Gives a network what `shape_of` another one told, and its parameters; all of it, or nothing.
+
+    Raises:
+        FileError: They are of another network; ``path`` is where they come from.
+    """
+    own, layers = _own(model), compatibility.sized_layers(model)
+    fresh = {**weights, **shape["buffers"]}
+    odd = [name for name in {**own, **fresh} if name not in own or fresh.get(name) is None]
+    if odd or layers.keys() != shape["layers"].keys():
+        raise FileError(path, f"it is of another model: {quoted(odd) or 'its layers differ'}", "build the same model")
+    with uninterrupted(), undone_on_error(model):
+        _apply(model, fresh, shape["layers"], shape["selectors"])
+
+
+def _apply(
+    model: nn.Module,
+    tensors: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    selectors: Mapping[str, tuple[Tensor, int]],
+) -> None:
+    for name, target in _own(model).items():
+        replace_data(target, tensors[name])
+    settle(model)
+    for name, layer in compatibility.sized_layers(model).items():
+        write_sizes(layer, sizes[name])
+        if isinstance(layer, nn.Linear) and name in selectors:
+            set_kept_inputs(layer, *selectors[name])
+
+
+def _own(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, without the input selectors."""
+    layers = _linear(compatibility.sized_layers(model))
+    selecting = {compatibility.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
+    return {name: tensor for name, tensor in compatibility.named_tensors(model).items() if name not in selecting}
+
+
+def _linear(layers: Mapping[str, nn.Module]) -> dict[str, nn.Linear]:
+    return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+
+
 @contextlib.contextmanager
-def _undone_on_error(own: Mapping[str, Tensor], layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Memory that runs out inside leaves tensors, sizes and input selectors as they were."""
+def undone_on_error(model: nn.Module) -> Iterator[None]:
+    """An error inside, memory that runs out say, leaves tensors, sizes and input selectors as they were."""
+    own, layers = _own(model), compatibility.sized_layers(model)
     tensors = [(tensor, tensor.data, tensor.grad) for tensor in own.values()]
     sizes = [(layer, read_sizes(layer)) for layer in layers.values()]
-    linear = [layer for layer in layers.values() if isinstance(layer, nn.Linear)]
-    selectors = [(layer, kept_inputs(layer), full_in_features(layer)) for layer in linear]
+    selectors = [(layer, kept_inputs(layer), full_in_features(layer)) for layer in _linear(layers).values()]
     try:
         yield
     except BaseException:
         for tensor, data, grad in tensors:
             replace_data(tensor, data)
             tensor.grad = grad
+        settle(model)
         for sized, size in sizes:
             assert size is not None
             write_sizes(sized, size)

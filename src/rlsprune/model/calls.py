@@ -13,7 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ExampleInputs", "as_call", "bare_copy", "batch_size", "device_of", "output_tensors", "unwrap", "wrappers"]
+from rlsprune.model.sharded import plain_class, settle, sharded_modules
+from rlsprune.model.tensors import is_sharded, whole
+
+__all__ = [
+    "ExampleInputs",
+    "as_call",
+    "bare_copy",
+    "batch_size",
+    "device_of",
+    "measurable",
+    "output_tensors",
+    "unwrap",
+    "wrappers",
+]
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """One tensor, the positional arguments of the model, or its keyword arguments."""
@@ -68,12 +81,37 @@ def unwrap(model: nn.Module) -> nn.Module:
 def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
     """A copy of the unwrapped model without training hooks; input selectors and the user's forward hooks stay.
 
+    The copy of a model divided by ``fully_shard`` is whole: all processes make it together, and each has room for it.
+
     Args:
         model: Left as it is.
         share_parameters: Let the copy refer to the model's own parameters, for uses that only read them. Buffers are
             copied in either case, so that running the copy cannot change the model.
     """
     model = unwrap(model)
+    settle(model)
+    return _copied(
+        model,
+        {
+            p: nn.Parameter(whole(p), p.requires_grad) if is_sharded(p) else p
+            for p in model.parameters()
+            if share_parameters or is_sharded(p)
+        },
+    )
+
+
+def measurable(model: nn.Module) -> nn.Module:
+    """The model itself; of one divided by ``fully_shard``, a whole copy of its shape, whose weights take no memory."""
+    settle(model)
+    divided = [p for p in model.parameters() if is_sharded(p)]
+    if not divided:
+        return model
+    zeros = {p: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) for p in divided}
+    return _copied(model, {p: nn.Parameter(zero, p.requires_grad) for p, zero in zeros.items()})
+
+
+def _copied(model: nn.Module, parameters: Mapping[Tensor, Tensor]) -> nn.Module:
+    """A deep copy without training hooks, in which these parameters have others in their places."""
     # deepcopy takes what its memo holds as already copied. A hook that is a method of an optimizer would drag a copy of
     # the optimizer, with all its state, along.
     memo: dict[int, Any] = {}
@@ -87,10 +125,17 @@ def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
             [value for value in vars(module).values() if isinstance(value, Tensor | dict | list | tuple)]
         )
         memo.update((id(value), value.detach()) for value in kept if _is_activation(value))
-    if share_parameters:
-        memo.update((id(parameter), parameter) for parameter in model.parameters())
+    memo.update((id(parameter), other) for parameter, other in parameters.items())
+    divided = sharded_modules(model)
+    for module in divided:  # fully_shard forbids copies of its own class
+        kind = plain_class(module)
+        memo[id(module)] = kind.__new__(kind)
     with torch.no_grad():
-        return copy.deepcopy(model, memo)
+        for module in divided:
+            own = {key: value for key, value in vars(module).items() if not key.startswith("__composable_api")}
+            vars(memo[id(module)]).update(copy.deepcopy(own, memo))
+        copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
 
 
 def device_of(model: nn.Module, call: object) -> torch.device:
@@ -104,9 +149,9 @@ def _is_activation(value: object) -> bool:
 
 
 def _is_training_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a hook was registered by this package to watch the training."""
+    """Whether a hook was registered to watch the training, by this package, or by ``fully_shard``."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     # Functions and bound methods name their module; an object that is called has it on its class.
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.startswith("rlsprune.") and home != "rlsprune.model.selector"
+    return home.startswith(("rlsprune.", "torch.distributed.fsdp.")) and home != "rlsprune.model.selector"

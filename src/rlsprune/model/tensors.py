@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import is_autocast_available
 
 
@@ -64,6 +64,12 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; the parts of a ``DTensor`` are gathered, so all processes ask for it together."""
+    full: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return full
+
+
 def placed_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A tensor of the parameter's shape, divided over the processes as the parameter is."""
     if not is_sharded(parameter) or is_sharded(tensor):
@@ -89,8 +95,18 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
 
     A loss that is still alive keeps the gradient accumulator of the old shape alive, and the next backward would use
     it and fail. Data of another dtype makes autograd forget it; hooks are kept elsewhere and survive.
+
+    A parameter divided by ``fully_shard`` is given a part of the data, and `rlsprune.model.sharded.settle` tells
+    ``fully_shard`` about it.
     """
     tensor.grad = None
+    if is_sharded(tensor):
+        # A DTensor is not only its data: the parameter stays the same object, and all that is in it is exchanged.
+        new = nn.Parameter(placed_like(tensor, data).detach(), requires_grad=tensor.requires_grad)
+        own = dict(vars(tensor))
+        torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+        vars(tensor).update(own)
+        return
     if tensor.requires_grad:
         other = torch.float32 if data.dtype == torch.float64 else torch.float64
         # Metal has no float64, and any other floating dtype serves.

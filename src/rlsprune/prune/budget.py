@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from rlsprune.graph.layers import join
-from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.cost import count, flops_per_weight, latency, parameter_count
 
 
@@ -17,14 +17,14 @@ class Budget:
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Mapping[str, float]) -> None:
         self._model, self._example_inputs, self._target = model, example_inputs, target
-        self._rates = flops_per_weight(model, example_inputs)
+        self._rates = flops_per_weight(measurable(model), example_inputs)
         self.original = {what: self._cost(what) for what in {"params": 0, "flops": 0, **target}}
         """What the whole network costs."""
 
     def costs(self) -> dict[str, int]:
         """Parameters and FLOPs, without running the network where its FLOPs are proportional to its weights."""
         if self._rates is None:
-            params, flops = count(self._model, self._example_inputs)
+            params, flops = count(measurable(self._model), self._example_inputs)
             return {"params": params, "flops": flops}
         return {"params": parameter_count(self._model), "flops": sum(self._flops().values())}
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph import Group, Member
 from rlsprune.graph.layers import axis_of
+from rlsprune.model.tensors import whole
 from rlsprune.statistics.inverse import Inverse, cholesky_positive
 from rlsprune.statistics.rows import has_rows, input_count, input_rows, weight_matrix
 
@@ -119,7 +120,7 @@ def _channel_norms(member: Member, power: int) -> Tensor:
             continue
         other_dims = [dim for dim in range(weight.dim()) if dim != slab.dim]
         dtype = torch.float32 if weight.device.type == "mps" else torch.float64
-        parts.append(weight.detach().abs().pow(power).sum(other_dims, dtype=dtype).double().cpu())
+        parts.append(whole(weight.detach()).abs().pow(power).sum(other_dims, dtype=dtype).double().cpu())
     sums = torch.cat(parts)
     return sums[member.index % len(sums)]
 
@@ -133,7 +134,7 @@ def _scales(member: Member) -> Tensor:
     """``|γ|`` of each unit. Not ``|γ|/σ``: σ grows with the very weights whose norm it would divide."""
     norm = member.module
     assert isinstance(norm, _BatchNorm)
-    scale = torch.ones(norm.num_features) if norm.weight is None else norm.weight.detach().abs().cpu()
+    scale = torch.ones(norm.num_features) if norm.weight is None else whole(norm.weight.detach()).abs().cpu()
     return scale.double()[member.index].mean(1)
 
 

@@ -94,6 +94,7 @@ class Operation:
                     self._check_that_it_runs()
                 after = self.measures()
                 stop_if_interrupted()
+                self.network.agree("what is left after the event", after.params)  # or all ranks undo it
                 if preview:
                     undo()
         finally:

@@ -20,7 +20,8 @@ from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.selector import kept_inputs, strip_inputs
-from rlsprune.model.tensors import forget_compiled_code, is_sharded
+from rlsprune.model.sharded import obstacle
+from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import PruneEvent
@@ -473,12 +474,9 @@ def _check_arguments(model: object, optimizer: object) -> None:
 
 def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises ValueError unless the optimizer trains the model as a whole."""
-    if any(map(is_sharded, model.parameters())):
-        raise ValueError(
-            "the model is divided by fully_shard, and its parts cannot be cut: train it with "
-            "DistributedDataParallel, or prune a whole copy (rlsprune.save its full "
-            "state, load it into a plain model, prune, and call fully_shard on that)"
-        )
+    why = obstacle(model)
+    if why is not None:
+        raise ValueError(f"the model cannot be cut: {why}. Let fully_shard divide dimension 0, without other meshes")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

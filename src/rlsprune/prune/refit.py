@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def cut_inverses(
         if not depthwise and 1 not in dims:
             continue
         groups, inputs = form.like.shape[::2]
-        taps = weight[0, 0].numel()
+        taps = math.prod(weight.shape[2:])
         gone = torch.empty(0, dtype=torch.long) if depthwise else complement(weight.shape[1], dims[1])
         rows = (gone[:, None] * taps + torch.arange(taps)).flatten()
         if how == "reset":

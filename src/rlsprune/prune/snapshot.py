@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlsprune.model.selector import KEPT_INPUTS, full_in_features, kept_inputs, set_kept_inputs
+from rlsprune.model.sharded import settle
 from rlsprune.model.sizes import read_sizes, write_sizes
 from rlsprune.model.tensors import replace_data
 from rlsprune.optim.entries import upgraded
@@ -29,6 +30,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, copy: bool = False) -> None:
         self._copy, self._model, self._optimizer = copy, model, optimizer
+        settle(model)
         parameters = dict(model.named_parameters())
         self._data = {name: self._keep(parameter.data) for name, parameter in parameters.items()}
         self._grads = {name: None if copy else parameter.grad for name, parameter in parameters.items()}
@@ -53,10 +55,12 @@ class Snapshot:
 
         Buffers registered, hooks added and parameters frozen since are left alone, but for input selectors.
         """
+        settle(self._model)
         parameters = dict(self._model.named_parameters())
         for name, data in self._data.items():
             replace_data(parameters[name], self._keep(data).to(parameters[name].device))
             parameters[name].grad = self._grads[name]
+        settle(self._model)
         for name, module in self._model.named_modules():
             for own, (buffer, data) in self._buffers[name].items():
                 module._buffers[own] = buffer

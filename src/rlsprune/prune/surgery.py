@@ -17,7 +17,8 @@ from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.graph import ChannelGraph, find_groups, open_attention_of
 from rlsprune.graph.cuts import Cuts, cut
-from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.calls import ExampleInputs, measurable
+from rlsprune.model.sharded import settle
 from rlsprune.model.sizes import write_sizes
 from rlsprune.model.tensors import replace_data
 from rlsprune.optim.rls import RLS
@@ -64,10 +65,12 @@ class LiveNetwork:
     def cut(self, cuts: Cuts) -> None:
         """Carries a plan out on everything."""
         apply_cuts(self.model, cuts, self.optimizer, self.copies)
+        settle(self.model)
         self.graph.shrink(cuts)
 
     def check_unchanged(self) -> None:
         """Raises if something else has replaced or resized layers: the graph is not that of this network any more."""
+        settle(self.model)
         remedy = "another pruner, or other code, has changed the network: make a new Pruner for it"
         modules = dict(self.model.named_modules())
         for member in (member for group in self.graph for member in group.members if member.dim is None):
@@ -157,12 +160,19 @@ class LiveNetwork:
         return value if self.ranks is None else self.ranks.first(value)
 
     def rebuild_wrapper(self) -> None:
-        """Lets DistributedDataParallel see the parameters as they are now: its buckets have their old sizes."""
+        """Lets DistributedDataParallel see the parameters as they are now: its buckets have their old sizes.
+
+        What a trial has gathered of a network divided by ``fully_shard`` is given back.
+        """
+        settle(self.model)
         if self._wrapper is not None:
             rebuild(self._wrapper)
 
     def _find_graph(self) -> ChannelGraph:
-        graph = find_groups(self.model, self._example_inputs, self._ignore)
+        plain = measurable(self.model)
+        graph = find_groups(plain, self._example_inputs, self._ignore)
+        if plain is not self.model:
+            graph = graph.moved_to(dict(zip(plain.modules(), self.model.modules(), strict=True)))
         open_attention_of(graph)
         if not graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in graph.skipped.items())

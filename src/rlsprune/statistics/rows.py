@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from rlsprune.model.sizes import is_transposed_linear
+from rlsprune.model.tensors import whole
 from rlsprune.optim.layers import Layer, is_layer
 
 # So many patches are cut from an image, so that not all images of a batch have to be padded.
@@ -25,7 +26,7 @@ def input_count(layer: nn.Module) -> int:
     """Inputs of one group of a layer: rows of its weight matrix, without the bias's."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    return len(weight) if is_transposed_linear(layer) else weight[0].numel()
+    return len(weight) if is_transposed_linear(layer) else math.prod(weight.shape[1:])
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -135,16 +136,20 @@ def weight_matrix(layer: Layer) -> Tensor:
     A transposed view of memory that is laid out as the weight is.
     """
     groups, dtype = getattr(layer, "groups", 1), torch.promote_types(layer.weight.dtype, torch.float32)
-    weight = layer.weight.detach().to(dtype)
+    weight = whole(layer.weight.detach()).to(dtype)
     weight = weight.mT if is_transposed_linear(layer) else weight
     matrix = weight.reshape(groups, len(weight) // groups, -1)
     if layer.bias is not None:
-        matrix = torch.cat([matrix, layer.bias.detach().to(dtype).view(groups, -1, 1)], dim=2)
+        matrix = torch.cat([matrix, whole(layer.bias.detach()).to(dtype).view(groups, -1, 1)], dim=2)
     return matrix.mT
 
 
 def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     """The inverse of :func:`weight_matrix`: weight and bias in their own shapes and dtypes."""
+
+    def of(parameter: Tensor, values: Tensor) -> Tensor:
+        return values.reshape(parameter.shape).to(parameter.device, parameter.dtype)
+
     weight = matrix if layer.bias is None else matrix[:, :-1]
-    weight = (weight if is_transposed_linear(layer) else weight.mT).reshape(layer.weight.shape).to(layer.weight)
-    return weight, None if layer.bias is None else matrix[:, -1].reshape(layer.bias.shape).to(layer.bias)
+    weight = of(layer.weight, weight if is_transposed_linear(layer) else weight.mT)
+    return weight, None if layer.bias is None else of(layer.bias, matrix[:, -1])

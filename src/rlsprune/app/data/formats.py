@@ -46,6 +46,8 @@ def read_idx(path: str | PathLike[str]) -> npt.NDArray[np.uint8]:
         if magic[0] or magic[1] or magic[2] != _IDX_UBYTE or not 1 <= magic[3] <= 4:
             raise source.fail(f"its magic number {magic.tobytes().hex()} is not that of an idx file of unsigned bytes")
         dims = source.read(4 * int(magic[3]), "dimensions").view(">u4").tolist()
+        if not all(dims):  # the other dimensions may be of any size then
+            raise source.fail(f"it holds nothing: its shape is {tuple(dims)}")
         array = source.read(math.prod(dims), f"data of shape {tuple(dims)}").reshape(dims)
         source.expect_end()
         return array
