@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,6 +150,8 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         try:
             made = apply_rule(operation)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             # Whatever a function does that no rule foresees, the channels that go into it stay.
             unknown = isinstance(error, UnknownFunctionError)
