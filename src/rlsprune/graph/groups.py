@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlsprune.graph.heads import Attention, renumbered
 from rlsprune.graph.members import Axis, Member
