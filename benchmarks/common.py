@@ -52,20 +52,20 @@ class Contender:
     default: float
     """The learning rate of its paper or library."""
     grid: tuple[float, ...]
-    """Learning rates to choose from."""
+    """Three learning rates to choose from, the default among them."""
 
 
 def contenders(muon_bfloat16: bool = False) -> list[Contender]:
     """All optimizers that are installed, the reference (SGD) first."""
     found = [
         Contender("SGD momentum", _sgd, 0.1, (0.03, 0.1, 0.3)),
-        Contender("RLS", lambda model, lr: [rlsprune.RLS(model, lr=lr)], 1.0, (1.0,)),
-        Contender("RLS, P whole", lambda model, lr: [rlsprune.RLS(model, lr=lr, rank=None)], 1.0, (1.0,)),
+        Contender("RLS", lambda model, lr: [rlsprune.RLS(model, lr=lr)], 1.0, (0.3, 1.0, 2.0)),
+        Contender("RLS, P whole", lambda model, lr: [rlsprune.RLS(model, lr=lr, rank=None)], 1.0, (0.3, 1.0, 2.0)),
         Contender("AdamW", lambda model, lr: [torch.optim.AdamW(model.parameters(), lr=lr)], 1e-3, (3e-4, 1e-3, 3e-3)),
     ]
     if not muon_bfloat16:
         torch_muon._zeropower_via_newtonschulz = orthogonalise
-    found.append(Contender("Muon" if muon_bfloat16 else "Muon (float32)", _muon, 1e-3, (1e-3, 5e-3, 2e-2, 5e-2)))
+    found.append(Contender("Muon" if muon_bfloat16 else "Muon (float32)", _muon, 1e-3, (1e-3, 5e-3, 2e-2)))
     if ScalableShampoo is None:
         warnings.warn("no Shampoo and SOAP: pip install -c constraints.txt pytorch-optimizer", stacklevel=2)
     else:
@@ -74,14 +74,14 @@ def contenders(muon_bfloat16: bool = False) -> list[Contender]:
                 "Shampoo",
                 lambda model, lr: [ScalableShampoo(model.parameters(), lr=lr)],
                 1e-3,
-                (1e-3, 1e-2, 0.1, 0.3, 1),
+                (1e-3, 0.1, 0.3),
             ),
             Contender("SOAP", lambda model, lr: [SOAP(model.parameters(), lr=lr)], 3e-3, (1e-3, 3e-3, 1e-2)),
         ]
     if SINGD is None:
         warnings.warn("no singd: pip install -c constraints.txt singd", stacklevel=2)
     else:
-        found.append(Contender("singd", lambda model, lr: [SINGD(model, lr=lr)], 1e-3, (1e-3, 1e-2, 0.1, 0.3)))
+        found.append(Contender("singd", lambda model, lr: [SINGD(model, lr=lr)], 1e-3, (1e-3, 1e-2, 0.1)))
     return found
 
 

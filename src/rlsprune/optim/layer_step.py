@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import is_sharded, local
-from rlsprune.optim.entries import kind, packed_form
+from rlsprune.optim.checks import check_unresized
+from rlsprune.optim.entries import initial_entry, kind, moved, packed_form
 from rlsprune.optim.faults import Check, Fault
 from rlsprune.optim.forms import Form, Matrices
 from rlsprune.optim.packing import INVERSE, VELOCITY, State, joined, pack, velocity_of
@@ -45,6 +46,20 @@ class ReadyLayer:
     bias: Tensor | None
     mean: Tensor
     """The mean input, ``(groups, n)``."""
+
+    @classmethod
+    def of(cls, place: int, group: dict[str, Any], mean: Tensor, state: State, rank: int | None) -> ReadyLayer:
+        """From what was recorded of a layer; its P starts here, and goes along with a model that was moved.
+
+        Raises:
+            RuntimeError: The layer was resized.
+        """
+        weight, *biases = group["params"]
+        mean = mean.to(weight.device)
+        check_unresized(group, state, mean)
+        own = state[weight]
+        own[INVERSE] = moved(own[INVERSE], mean) if INVERSE in own else initial_entry(mean, group["p0"], rank)
+        return cls(place, group, weight, biases[0] if biases else None, mean)
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
@@ -13,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune.distributed.ranks import Ranks, find_ranks
-from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import unwrap
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
-from rlsprune.optim.entries import RANK, copied, form_of, initial_entry, moved, upgraded
+from rlsprune.optim.checks import check_settings, states_for
+from rlsprune.optim.entries import RANK, copied, form_of
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.forms import Form
 from rlsprune.optim.health import LayerHealth, layer_health
@@ -110,49 +109,28 @@ class RLS(Optimizer):
                 those of the DistributedDataParallel wrapper, or all, if ``torch.distributed`` is initialised. Their
                 mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.
         """
-        check_argument("lr", lr, 0 <= lr < math.inf, "a number ≥ 0")
-        check_argument("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
-        check_argument("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
-        check_argument("mean_scale", mean_scale, 0 < mean_scale < math.inf, "a number > 0")
-        check_argument("p0", p0, 0 < p0 < math.inf, "a number > 0")
-        check_argument("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a number ≥ 0")
-        check_argument("fallback_lr", fallback_lr, 0 <= fallback_lr < math.inf, "a number ≥ 0")
-        check_argument("rank", rank, rank is None or rank >= 1, "None or at least 1")
-        check_argument("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
-        check_argument(
-            "dtype", dtype, dtype in (None, torch.float32, torch.float64), "None, torch.float32 or torch.float64"
-        )
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"RLS takes the module itself, not {type(model).__name__}: pass model, not model.parameters()"
-            )
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
-
+        settings = {"lr": lr, "momentum": momentum, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0}
+        defaults = settings | {"weight_decay": weight_decay}
+        check_settings(model, **defaults, rank=rank, fallback_lr=fallback_lr, dtype=dtype, on_fault=on_fault)
         ranks = find_ranks(model, process_group)
         model = unwrap(model)
         parts = divide(model)
         self._rank, self._fallback_lr = rank, fallback_lr
         self._faults = FaultWatch(on_fault)
         self._recorders = {
-            name: Recorder(
-                dtype,
-                getattr(layers[0], "groups", 1),
-                fsdp=is_sharded(layers[0].weight),
-            )
+            name: Recorder(dtype, getattr(layers[0], "groups", 1), fsdp=is_sharded(layers[0].weight))
             for name, layers in parts.layers.items()
         }
         self._unseen: set[str] = set()
         self._handles: list[RemovableHandle] | None = []
 
-        shared = {"momentum": momentum, "weight_decay": weight_decay}
         groups: list[dict[str, Any]] = [
             {"params": list(layers[0].parameters(recurse=False)), "name": name, "preconditioned": True}
             for name, layers in parts.layers.items()
         ]
         if parts.others:
             groups.append({"params": [p for _, p in parts.others], "name": "fallback", "preconditioned": False})
-        super().__init__(groups, {"lr": lr, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0, **shared})
+        super().__init__(groups, defaults)
         self._team = None if ranks is None else Team(ranks, self.param_groups)
 
         try:
@@ -231,8 +209,7 @@ class RLS(Optimizer):
                 steps += SGDStep.prepare(place, group, trained, group["lr"])
                 continue
             idle = not trained or self._recorders[group["name"]].empty  # no input, no step
-            layer = None if idle else self._ready(place, group)
-            if layer is not None:
+            if (layer := None if idle else self._ready(place, group)) is not None:
                 layers.append(layer)
             else:
                 unpack_all(self.state, group["params"])  # the layers that it lies in memory with go on without it
@@ -250,38 +227,17 @@ class RLS(Optimizer):
 
     def _ready(self, place: int, group: dict[str, Any]) -> ReadyLayer | None:
         """What the layer's step starts from, or None if its forward was never seen."""
-        name, recorder = group["name"], self._recorders[group["name"]]
-        weight, bias = group["params"][0], group["params"][1] if len(group["params"]) > 1 else None
-        if recorder.mean is None:
-            if name not in self._unseen:
-                self._unseen.add(name)
-                warnings.warn(
-                    f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
-                    f"takes momentum SGD steps at fallback_lr={self._fallback_lr}: call the module for RLS to train it",
-                    stacklevel=5,
-                )
-            return None
-        mean = recorder.mean.to(weight.device)
-        state = self.state[weight]
-        entry = state.get(INVERSE)
-        self._check_unresized(group, mean)
-        # A model that was moved takes its P along.
-        state[INVERSE] = initial_entry(mean, group["p0"], self._rank) if entry is None else moved(entry, mean)
-        return ReadyLayer(place, group, weight, bias, mean)
-
-    def _check_unresized(self, group: dict[str, Any], mean: Tensor) -> None:
-        """Raises if something has given the layer another size without cutting what is kept for it."""
-        form = self.form(group["params"][0])
-        sizes = [] if form is None else [("P", form.like.shape[-1:], mean.shape[-1:])]
-        held = [(p, self.state.get(p, {})) for p in group["params"]]
-        sizes += [("velocity", state[VELOCITY].shape, p.shape) for p, state in held if VELOCITY in state]
-        for what, was, now in sizes:
-            if was != now:
-                raise RuntimeError(
-                    f"layer {group['name']!r} was resized: its {what} is of size {tuple(was)}, the layer of "
-                    f"{tuple(now)}. Prune with rlsprune.Pruner, which cuts the optimizer's state as well, or make a "
-                    "new optimizer"
-                )
+        name, mean = group["name"], self._recorders[group["name"]].mean
+        if mean is not None:
+            return ReadyLayer.of(place, group, mean, self.state, self._rank)
+        if name not in self._unseen:
+            self._unseen.add(name)
+            warnings.warn(
+                f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
+                f"takes momentum SGD steps at fallback_lr={self._fallback_lr}: call the module for RLS to train it",
+                stacklevel=5,
+            )
+        return None
 
     # --- P ------------------------------------------------------------------------------------------------------------
 
@@ -307,12 +263,8 @@ class RLS(Optimizer):
     def inverse_tensors(self, factors_only: bool = False) -> list[Tensor]:
         """All tensors of all P, in the order of the layers; or of those in factors, which ranks may round otherwise."""
         entries = [self.state.get(group["params"][0], {}).get(INVERSE, {}) for group in self._layer_groups()]
-        return [
-            value
-            for entry in entries
-            for value in entry.values()
-            if isinstance(value, Tensor) and not (factors_only and "P" in entry)
-        ]
+        kept = [entry for entry in entries if not (factors_only and "P" in entry)]
+        return [value for entry in kept for value in entry.values() if isinstance(value, Tensor)]
 
     def _layer_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["preconditioned"]]
@@ -328,8 +280,7 @@ class RLS(Optimizer):
     def reset(self, name: str | None = None) -> None:
         """Sets P of one layer, or of all, back to p0·I. Weights and velocities stay."""
         for group in self._layer_groups() if name is None else [self._group(name)]:
-            form = self.form(group["params"][0])
-            if form is not None:
+            if (form := self.form(group["params"][0])) is not None:
                 form.reset_(group["p0"])
 
     def check(self, at_most: int | None = None) -> dict[str, LayerHealth]:
@@ -372,19 +323,7 @@ class RLS(Optimizer):
         Raises:
             ValueError: Layers or shapes differ. Nothing has changed then.
         """
-        saved_groups, groups = state_dict["param_groups"], self.param_groups
-        names = [[g.get("name") for g in gs] for gs in (saved_groups, groups)]
-        if names[0] != names[1]:
-            raise ValueError(
-                f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model"
-            )
-        states: dict[Tensor, dict[str, Any]] = {}
-        for saved_group, group in zip(saved_groups, groups, strict=True):
-            for key, p in zip(saved_group["params"], group["params"], strict=False):
-                saved = upgraded(state_dict["state"].get(key, {}))
-                self._check_shapes(group.get("name"), p, saved)
-                if saved:
-                    states[p] = saved
+        states = states_for(self.param_groups, state_dict)
         with uninterrupted():
             super().load_state_dict(state_dict)
             for p, saved in states.items():  # torch has cast them to the parameter's dtype
@@ -392,16 +331,6 @@ class RLS(Optimizer):
                     self.state[p][INVERSE] = copied(saved[INVERSE], p.device)
                 if VELOCITY in saved:
                     self.state[p][VELOCITY] = placed_like(p, saved[VELOCITY].to(p.device, copy=True))
-
-    def _check_shapes(self, name: str | None, p: Tensor, saved: dict[str, Any]) -> None:
-        if VELOCITY in saved and saved[VELOCITY].shape != p.shape:
-            raise ValueError(
-                f"layer {name!r}: the saved velocity is of shape {tuple(saved[VELOCITY].shape)}, the parameter of "
-                f"{tuple(p.shape)}: load the pruned model (rlsprune.load) before its optimizer"
-            )
-        inputs = form_of(saved[INVERSE]).like.shape[-1] if INVERSE in saved else p.shape[1:].numel()
-        if inputs - p.shape[1:].numel() not in (0, 1):
-            raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {p.shape[1:].numel()}")
 
     def __getstate__(self) -> dict[str, Any]:
         keys = ("_recorders", "_handles", "_rank", "_faults", "_fallback_lr", "_team")

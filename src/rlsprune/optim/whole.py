@@ -11,8 +11,9 @@ from rlsprune.model.tensors import complement, sub_matrix
 from rlsprune.optim import functional
 from rlsprune.optim.forms import InverseState, Look, Matrices
 
-# By how many times the rounding of ``xᵀPx`` it may be negative and P still be taken for rounded.
-_MOST_WORN = 64
+# ``xᵀPx`` of n inputs is rounded by about √n roundings of ``xᵀx`` times P's largest entry. What is kept of P in the
+# direction of x, in these.
+_LEAST = 2
 
 
 class Whole:
@@ -37,8 +38,9 @@ class Whole:
         self._u, excitation = functional.gain(self.P, x)
         largest = self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
         energy = mean_scale * torch.linalg.vecdot(x, x) * largest
-        self._excitation, self._floor = mean_scale * excitation, torch.finfo(x.dtype).eps * energy
-        rounded = self._excitation >= -_MOST_WORN * self._floor
+        self._excitation = mean_scale * excitation
+        self._floor = _LEAST * self.P.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps * energy
+        rounded = self._excitation >= -4 * self._floor
         found = torch.where(rounded, self._excitation.maximum(self._floor), self._excitation)
         return Look(found, energy)
 

@@ -1,0 +1,97 @@
+"""What RLS refuses: settings that make no sense, layers resized behind its back, and states of other networks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.model.arguments import check_argument
+from rlsprune.optim.entries import form_of, upgraded
+from rlsprune.optim.packing import INVERSE, VELOCITY, State
+
+
+def check_settings(
+    model: object,
+    *,
+    lr: float,
+    momentum: float,
+    forgetting: float,
+    mean_scale: float,
+    p0: float,
+    rank: int | None,
+    weight_decay: float,
+    fallback_lr: float,
+    dtype: torch.dtype | None,
+    on_fault: str,
+) -> None:
+    """Raises if one of :class:`rlsprune.RLS`'s settings is out of its range, or there is nothing to train."""
+    check_argument("lr", lr, 0 <= lr < math.inf, "a number ≥ 0")
+    check_argument("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+    check_argument("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
+    check_argument("mean_scale", mean_scale, 0 < mean_scale < math.inf, "a number > 0")
+    check_argument("p0", p0, 0 < p0 < math.inf, "a number > 0")
+    check_argument("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a number ≥ 0")
+    check_argument("fallback_lr", fallback_lr, 0 <= fallback_lr < math.inf, "a number ≥ 0")
+    check_argument("rank", rank, rank is None or rank >= 1, "None or at least 1")
+    check_argument("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
+    dtypes = (None, torch.float32, torch.float64)
+    check_argument("dtype", dtype, dtype in dtypes, "None, torch.float32 or torch.float64")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"RLS takes the module itself, not {type(model).__name__}: pass model, not model.parameters()")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
+
+
+def check_unresized(group: Mapping[str, Any], state: State, mean: Tensor) -> None:
+    """Raises if something has given a layer another size without cutting what is kept for it.
+
+    Args:
+        group: The layer's parameter group.
+        state: The optimizer's.
+        mean: The layer's mean input.
+    """
+    held = [(p, state[p]) for p in group["params"] if p in state]
+    sizes = [("P", form_of(own[INVERSE]).like.shape[-1:], mean.shape[-1:]) for _, own in held if INVERSE in own]
+    sizes += [("velocity", own[VELOCITY].shape, p.shape) for p, own in held if VELOCITY in own]
+    for what, was, now in sizes:
+        if was != now:
+            raise RuntimeError(
+                f"layer {group['name']!r} was resized: its {what} is of size {tuple(was)}, the layer of {tuple(now)}. "
+                "Prune with rlsprune.Pruner, which cuts the optimizer's state as well, or make a new optimizer"
+            )
+
+
+def states_for(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """What a state dict has for each parameter.
+
+    Raises:
+        ValueError: It is of other layers, or of other shapes.
+    """
+    saved_groups = state_dict["param_groups"]
+    names = [[group.get("name") for group in every] for every in (saved_groups, groups)]
+    if names[0] != names[1]:
+        raise ValueError(f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model")
+    states: dict[Tensor, dict[str, Any]] = {}
+    for saved_group, group in zip(saved_groups, groups, strict=True):
+        for key, p in zip(saved_group["params"], group["params"], strict=False):
+            saved = upgraded(state_dict["state"].get(key, {}))
+            _check_shapes(group.get("name"), p, saved)
+            if saved:
+                states[p] = saved
+    return states
+
+
+def _check_shapes(name: str | None, p: Tensor, saved: Mapping[str, Any]) -> None:
+    if VELOCITY in saved and saved[VELOCITY].shape != p.shape:
+        raise ValueError(
+            f"layer {name!r}: the saved velocity is of shape {tuple(saved[VELOCITY].shape)}, the parameter of "
+            f"{tuple(p.shape)}: load the pruned model (rlsprune.load) before its optimizer"
+        )
+    own = p.shape[1:].numel()
+    inputs = form_of(saved[INVERSE]).like.shape[-1] if INVERSE in saved else own
+    if inputs - own not in (0, 1):
+        raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {own}")
