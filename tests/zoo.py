@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -370,9 +371,9 @@ class WindowAttention(nn.Module):
         place = torch.arange(self.window)
         bias = self.table[(place[:, None] - place[None, :] + self.window - 1).flatten()]
         bias = bias.view(self.window, self.window, -1).permute(2, 0, 1)
-        query, key, value = self.qkv(x).reshape(len(x), self.window, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(x).reshape(x.shape[0], self.window, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         weights = (query * self.scale @ key.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1)
-        x = (weights @ value).transpose(1, 2).reshape(len(x), self.window, -1)
+        x = (weights @ value).transpose(1, 2).reshape(x.shape[0], self.window, -1)
         return self.proj(x).view(batch, tokens, -1)
 
 
@@ -628,6 +629,13 @@ ZOO: dict[str, Specimen] = {
 
 def zeroed_output(model: nn.Module, chosen: list[tuple[Group, Tensor]], x: Tensor) -> Tensor:
     """What the network says when these units are zeroed where they are read, in evaluation mode."""
+    with zeroed(chosen, model):
+        return evaluate(model, x)
+
+
+@contextmanager
+def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[None]:
+    """The network with these units zeroed where they are read, for a while."""
     handles = []
     before = Snapshot(model, copy=True)
     for group, units in chosen:
@@ -648,11 +656,10 @@ def zeroed_output(model: nn.Module, chosen: list[tuple[Group, Tensor]], x: Tenso
                 return value
 
             handles.append(member.module.register_forward_pre_hook(zero))
-    output = evaluate(model, x)
+    yield
     for handle in handles:
         handle.remove()
     before.restore()
-    return output
 
 
 def _zero(member: Member, units: Tensor) -> None:

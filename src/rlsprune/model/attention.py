@@ -42,12 +42,14 @@ class OpenAttention(nn.MultiheadAttention):
             raise RuntimeError(
                 "attn_mask is needed where is_causal is a hint: give both, as nn.MultiheadAttention asks"
             )
+        if query.is_nested:
+            return self._of_nested(query, need_weights, average_attn_weights)
         batched = query.dim() == 3
         tensors = [query, key, value] if batched else [part.unsqueeze(0) for part in (query, key, value)]
         if batched and not self.batch_first:
             tensors = [part.transpose(0, 1) for part in tensors]
         queries, keys, values = self._projected(*tensors)
-        batch, count = len(queries), queries.shape[1]
+        batch, count = queries.shape[0], queries.shape[1]
         length = keys.shape[1]
         if self.bias_k is not None and self.bias_v is not None:
             keys = torch.cat([keys, self.bias_k.expand(batch, 1, -1)], 1)
@@ -73,6 +75,17 @@ class OpenAttention(nn.MultiheadAttention):
         if not batched:
             return output.squeeze(0), weights
         return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _of_nested(self, sequences: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
+        """Of sequences that each have a length of their own, as torch's encoder hands them on: padded meanwhile."""
+        lengths = [len(one) for one in sequences.unbind()]
+        padded = sequences.to_padded_tensor(0.0)
+        padding = torch.arange(padded.shape[1])[None, :] >= torch.tensor(lengths)[:, None]
+        padding = padding.to(padded.device)
+        output, weights = self(padded, padded, padded, padding, need_weights, None, average)
+        return torch.nested.as_nested_tensor(
+            [one[:length] for one, length in zip(output, lengths, strict=True)]
+        ), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         width, value_width = self.num_heads * self.head_dim, self.num_heads * self.value_dim

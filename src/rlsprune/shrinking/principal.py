@@ -93,8 +93,8 @@ def head_moments(model: nn.Module, members: Sequence[Member], calls: Iterable[Ex
     wanted: dict[int, list[_Wanted]] = {}
     found = []
     for member in members:
-        weight = next(iter(_tensors(member)), None)
-        found.append(_Wanted(member.index, member.side == "out"))
+        weight, start = _weight_of(member)
+        found.append(_Wanted(member.index - start, member.side == "out"))
         if weight is not None:
             wanted.setdefault(id(weight), []).append(found[-1])
     for call in calls:
@@ -152,7 +152,7 @@ def turn_heads(model: nn.Module, groups: Sequence[Group], calls: Sequence[Exampl
     for group in inside:
         saved = {}
         for member in group.members:
-            saved.update({id(tensor): (tensor, tensor.data) for tensor in _tensors(member, biases=True)})
+            saved.update({id(tensor): (tensor, tensor.data) for tensor in _tensors(member)})
         done = False
         if group.name in known:
             _turn_products(group, *known[group.name])
@@ -238,11 +238,22 @@ def _map_rows(member: Member, channels: Tensor, matrices: Tensor) -> None:
         replace_data(tensor, fresh.movedim(0, slab.dim).contiguous().to(tensor))
 
 
-def _tensors(member: Member, *, biases: bool = False) -> list[nn.Parameter]:
-    """The weights of a member, or all its parameters."""
+def _tensors(member: Member) -> list[nn.Parameter]:
+    """All parameters that a member's channels lie in."""
     slabs = axis_of(member.module, member.side).slabs if member.dim is None else ()
-    found = [(slab, member.module._parameters.get(slab.tensor)) for slab in slabs]
-    return [tensor for slab, tensor in found if tensor is not None and (biases or slab.tensor.endswith("weight"))]
+    found = [member.module._parameters.get(slab.tensor) for slab in slabs]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _weight_of(member: Member) -> tuple[nn.Parameter | None, int]:
+    """The weight that has all of a member's channels, and the number of its first."""
+    for slab in axis_of(member.module, member.side).slabs:
+        weight = member.module._parameters.get(slab.tensor)
+        if weight is not None and slab.tensor.endswith("weight"):
+            channels = member.index.flatten()
+            if len(slab.entries(channels, weight.shape[slab.dim])) == len(channels):
+                return weight, slab.offset
+    return None, 0
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:

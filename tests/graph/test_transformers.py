@@ -1,0 +1,77 @@
+"""The networks of transformers, from their configurations: heads and dimensions go, and what is left runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rlsprune
+from rlsprune.graph import find_groups
+from rlsprune.model.calls import output_tensors
+from zoo import remove, some_units, zeroed
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = {"input_ids": torch.arange(14).view(2, 7), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+SMALL = {"vocab_size": 20, "hidden_size": 24, "intermediate_size": 12, "num_hidden_layers": 1}
+IMAGE = {"pixel_values": torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+
+
+def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    if name == "bert":
+        config = transformers.BertConfig(**SMALL, num_attention_heads=4)
+        return transformers.BertModel(config, add_pooling_layer=False), TOKENS
+    if name == "llama":
+        config = transformers.LlamaConfig(**SMALL, num_attention_heads=6, num_key_value_heads=2)
+        return transformers.LlamaModel(config), {**TOKENS, "use_cache": False}
+    if name == "qwen3":
+        config = transformers.Qwen3Config(**SMALL, num_attention_heads=6, num_key_value_heads=2, head_dim=4)
+        return transformers.Qwen3Model(config), {**TOKENS, "use_cache": False}
+    if name == "vit":
+        config = transformers.ViTConfig(**SMALL, num_attention_heads=4, image_size=16, patch_size=8)
+        return transformers.ViTModel(config, add_pooling_layer=False), IMAGE
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=4, embed_dim=12, depths=[1], num_heads=[3], window_size=2
+    )
+    return transformers.SwinModel(config, add_pooling_layer=False), IMAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bert", {"heads": 4, "dims": 6}),
+        ("llama", {"heads": 2, "queries": 3}),
+        ("qwen3", {"heads": 2, "queries": 3}),
+        ("vit", {"heads": 4, "dims": 6}),
+        ("swin", {"heads": 3, "dims": 4}),
+    ],
+)
+def test_heads_go_and_what_is_left_runs(name: str, expected: dict[str, int], tmp_path: Path) -> None:
+    model, inputs = make(name)
+    graph = find_groups(model, inputs)
+    found = {group.name.partition("[")[2].strip("]"): group.size for group in graph if group.attention is not None}
+    assert found == expected
+    chosen = some_units(graph)
+    with zeroed(chosen, model):
+        wanted = run(model, inputs)
+    remove(model, graph, chosen)
+    torch.testing.assert_close(run(model, inputs), wanted, rtol=1e-5, atol=1e-5)
+    rlsprune.save(model, tmp_path / "small.safetensors")
+    fresh = rlsprune.load(tmp_path / "small.safetensors", into=make(name)[0])
+    torch.testing.assert_close(run(fresh, inputs), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(copy.deepcopy(model), inputs), wanted, rtol=1e-5, atol=1e-5)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    output_tensors(model(**inputs))[0].square().mean().backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def run(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return output_tensors(model.eval()(**inputs))[0]

@@ -1,0 +1,119 @@
+"""Networks without some of their heads: kept in files, copied, exported, shrunk in closed form, and counted."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rlsprune
+from rlsprune.graph import find_groups, open_attention_of
+from rlsprune.shrinking.principal import turn_heads
+from zoo import ZOO, evaluate, remove, some_units
+
+NAMES = ["vit-heads", "swin", "bert", "llama", "hybrid", "torch-attention", "torch-cross-attention"]
+attentive = pytest.mark.parametrize("name", NAMES)
+
+
+def pruned(name: str) -> tuple[nn.Module, torch.Tensor]:
+    model, x = ZOO[name].model(), ZOO[name].inputs()
+    graph = find_groups(model, x)
+    remove(model, graph, some_units(graph))
+    return model.eval(), x
+
+
+@attentive
+def test_comes_back_from_a_file_and_from_a_copy(name: str, tmp_path: Path) -> None:
+    model, x = pruned(name)
+    rlsprune.save(model, tmp_path / "small.safetensors")
+    fresh = rlsprune.load(tmp_path / "small.safetensors", into=ZOO[name].model(seed=5))
+    assert torch.equal(evaluate(fresh, x), evaluate(model, x))
+    assert torch.equal(evaluate(copy.deepcopy(model), x), evaluate(model, x))
+    again = find_groups(fresh, x)
+    assert [(group.name, group.size) for group in again] == [
+        (group.name, group.size) for group in find_groups(model, x)
+    ]
+
+
+@pytest.mark.parametrize("name", ["swin", "llama", "torch-attention"])
+def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, x = pruned(name)
+    rlsprune.export_onnx(model, x, tmp_path / "small.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), evaluate(model, x), rtol=1e-4, atol=1e-4)
+
+
+@attentive
+def test_flops_fall_with_heads(name: str) -> None:
+    model, x = ZOO[name].model(), ZOO[name].inputs()
+    graph = find_groups(model, x)
+    heads = next(group for group in graph if group.name.endswith("[heads]"))
+    before = rlsprune.profile(model, x, min_seconds=0.0)
+    remove(model, graph, [(heads, torch.tensor([0]))])
+    after = rlsprune.profile(model, x, min_seconds=0.0)
+    rows = sum(member.index[0].numel() * member.module.weight[0].numel() for member in heads.consumers)
+    assert after.flops < before.flops
+    assert before.weights - after.weights >= rows
+
+
+@attentive
+def test_turned_heads_say_the_same(name: str) -> None:
+    model, x = ZOO[name].model().eval(), ZOO[name].inputs(batch=32)
+    graph = find_groups(model, x)
+    open_attention_of(graph)
+    inside = [group.name for group in graph if group.level == 2]
+    before = evaluate(model, x)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    found = turn_heads(model, graph.groups, [x])
+    assert set(found) <= set(inside)
+    assert found or name in ("llama", "hybrid")
+    torch.testing.assert_close(evaluate(model, x), before, rtol=1e-3, atol=1e-3)
+    assert bool(found) == any(not torch.equal(weights[key], value) for key, value in model.state_dict().items())
+
+
+def test_turned_dimensions_come_in_order() -> None:
+    """Of the heads of a head of rank 2, the first two dimensions are all there is."""
+    model, x = ZOO["bert"].model().eval(), ZOO["bert"].inputs(batch=64)
+    attention = model.block.attention
+    with torch.no_grad():
+        for layer in (attention.query, attention.value):
+            heads = layer.weight.view(3, 4, 12)
+            mix = torch.randn(3, 4, 2) @ torch.randn(3, 2, 4)
+            layer.weight.copy_((mix @ heads).flatten(0, 1))
+            layer.bias.copy_((mix @ layer.bias.view(3, 4, 1)).flatten())
+    before = evaluate(model, x)
+    graph = find_groups(model, x)
+    (dims,) = (group for group in graph if group.level == 2)
+    assert turn_heads(model, graph.groups, [x]) == [dims.name]
+    remove(model, graph, [(dims, torch.tensor([2, 3]))])
+    assert attention.attention_head_size == 2
+    torch.testing.assert_close(evaluate(model, x), before, rtol=1e-2, atol=1e-2)
+
+
+@attentive
+def test_shrinks_in_closed_form(name: str) -> None:
+    model, x = ZOO[name].model(), ZOO[name].inputs(batch=64)
+    whole = evaluate(model, x)
+    small = rlsprune.shrink(model, [x[:32], x[32:]], target={"params": 0.8})
+    assert small.chosen.params <= 0.8 * small.front[0].params
+    error = (evaluate(model, x) - whole).square().mean() / whole.var(0).mean()
+    assert error < 0.6, "the refit left little of what the network said"
+
+
+@pytest.mark.parametrize("criterion", ["obs", "l1", "rls"])
+def test_pruner_takes_heads_by_every_criterion(criterion: str) -> None:
+    model, x = ZOO["torch-attention"].model(), ZOO["torch-attention"].inputs(batch=32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    pruner = rlsprune.Pruner(model, optimizer, x[:2], criterion=criterion, ratio={"block.attention.inner[heads]": 0.4})
+    model.train()
+    model(x).square().mean().backward()
+    event = pruner.prune()
+    assert [len(units) for units in event.removed.values()] == [1]
+    assert model.block.attention.inner.num_heads == 2
+    assert model.block.attention.inner.in_proj_weight.shape == (24, 12)
+    assert model.block.attention.inner.out_proj.weight.shape == (12, 8)
