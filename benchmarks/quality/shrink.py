@@ -1,12 +1,14 @@
 """Networks that other people trained, made smaller at once: accuracy right after the cut, without any training.
 
-The CIFAR-10 ResNets of He et al. with zero-padded shortcuts, from a safetensors file of their weights (names as in
-akamaster/pytorch_resnet_cifar10). Every method gets the same network and the same training images, without labels but
-for Taylor. Rivals remove the same share of every layer that ours may cut, as torch-pruning does by default, until the
-FLOPs are met. All 10,000 test images are looked at once for each row.
+The networks are those of `benchmarks.quality.trained`. Every method gets the same network and the same training images,
+without labels but for Taylor. Rivals remove the same share of every inner layer of the blocks, as torch-pruning does by
+default, until the FLOPs are met. All 10,000 test images are looked at once for each row. With a zip file of photographs
+in place of weights, the network is EfficientNet-Lite0, a seed is a fifth of them that judges, and accuracy is agreement
+with the given network.
 
     python -m benchmarks.quality.shrink table --weights resnet56.safetensors --data-dir DATA --seeds 0,1,2
     python -m benchmarks.quality.shrink parts --weights resnet20.safetensors --data-dir DATA --flops 0.5
+    python -m benchmarks.quality.shrink table --weights photographs.zip --flops 0.75 --seeds 0,1,2,3,4
     python -m benchmarks.quality.shrink front --weights resnet56.safetensors --data-dir DATA --out docs/images/front.png
 """
 
@@ -19,126 +21,25 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch_pruning
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch_pruning.pruner import importance
 
 import rlsprune
-from rlsprune.app.data import load
-from rlsprune.model.cost import count
+from benchmarks.quality.trained import CALIBRATION, Case, load_case, load_photographs
 from rlsprune.prune.criteria import l1
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 from rlsprune.shrinking.elimination import Curve
 from rlsprune.shrinking.rebuild import Calibration
 
-MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-CALIBRATION, BATCH = 2048, 128
 FRONT = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-
-
-class Block(nn.Module):
-    """Two convolutions around a shortcut that takes every second pixel and pads with zero channels."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.stride, self.pad = stride, (outputs - inputs) // 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The block."""
-        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
-        if self.stride > 1:
-            x = functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.pad, self.pad))
-        return functional.relu(y + x)
-
-
-class ResNet(nn.Module):
-    """Of 6·n + 2 layers."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
-        stages, inputs = [], 16
-        for width in (16, 32, 64):
-            stages.append(nn.Sequential(*(
-                Block(inputs if not number else width, width, 2 if not number and width > 16 else 1)
-                for number in range(blocks)
-            )))  # fmt: skip
-            inputs = width
-        self.layer1, self.layer2, self.layer3 = stages
-        self.linear = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
-        x = functional.relu(self.bn1(self.conv1(x)))
-        return self.linear(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A trained network, what methods may look at, and what judges them."""
-
-    model: nn.Module
-    images: list[Tensor]
-    labels: list[Tensor]
-    test: list[tuple[Tensor, Tensor]]
-
-    @property
-    def example(self) -> Tensor:
-        """One image."""
-        return self.images[0][:1]
-
-    @torch.no_grad()
-    def accuracy(self, model: nn.Module) -> float:
-        """In %, on the test images."""
-        model.eval()
-        return 100 * torch.cat([(model(x).argmax(1) == y).float() for x, y in self.test]).mean().item()
-
-    def share(self, model: nn.Module) -> float:
-        """Of the FLOPs."""
-        return count(model, self.example)[1] / count(self.model, self.example)[1]
-
-    @torch.no_grad()
-    def forward_seconds(self) -> float:
-        """Processor time of one pass over the images that methods look at."""
-        start = time.process_time()
-        for images in self.images:
-            self.model(images)
-        return time.process_time() - start
-
-
-def load_case(weights: Path, data_dir: Path | None, seed: int, test_images: int | None) -> Case:
-    """The network of a file, and images drawn with a seed."""
-    state = load_file(weights)
-    model = ResNet(len({name.split(".")[1] for name in state if name.startswith("layer1.")}))
-    model.load_state_dict(state, strict=False)
-    data = load("cifar10", data_dir, verify=False)
-    chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))[:CALIBRATION]
-
-    def normed(images: Tensor) -> Tensor:
-        scaled = (images.float() / 255 - MEAN.view(3, 1, 1)) / DEVIATION.view(3, 1, 1)
-        return scaled.contiguous(memory_format=torch.channels_last)
-
-    train, test = data.train.select(chosen), data.test
-    if test_images is not None:  # for a quick look; numbers in the documentation are of all images
-        test = test.select(torch.arange(test_images))
-    return Case(
-        model.eval().to(memory_format=torch.channels_last),
-        [normed(part) for part in train.images.split(BATCH)],
-        list(train.labels.split(BATCH)),
-        [(normed(x), y) for x, y in zip(test.images.split(500), test.labels.split(500), strict=True)],
-    )
 
 
 def ours(case: Case, flops: float) -> nn.Module:
@@ -146,6 +47,22 @@ def ours(case: Case, flops: float) -> nn.Module:
     model = copy.deepcopy(case.model)
     rlsprune.shrink(model, case.images, target={"flops": flops})
     return model
+
+
+class Sizes:
+    """Ours at several sizes by one look at the network, as `shrink` looks for the smallest within a drop."""
+
+    def __init__(self) -> None:
+        self._case: Case | None = None
+
+    def __call__(self, case: Case, flops: float) -> nn.Module:
+        """The network at one of them."""
+        if case is not self._case:
+            calibration = Calibration(case.images, [len(images) for images in case.images])
+            self._model = copy.deepcopy(case.model)
+            self._case, self._form = case, ClosedForm(self._model, case.example, calibration)
+        self._form.apply(self._form.plan({"flops": flops}))
+        return copy.deepcopy(self._model)
 
 
 def rival(
@@ -172,7 +89,7 @@ def rival(
             model = copy.deepcopy(case.model)
             for own, other in zip(model.parameters(), taught.parameters(), strict=True):
                 own.grad = None if other.grad is None else other.grad.clone()
-            inner = {module for name, module in model.named_modules() if name.endswith(".conv1")}
+            inner = {module for name, module in model.named_modules() if name.endswith((".conv1", "._expand_conv"))}
             kept = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear) and m not in inner]
             pruner = torch_pruning.pruner.BasePruner(
                 model,
@@ -300,7 +217,7 @@ def main() -> None:
     """Prints a table, and keeps the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", "parts", "front"))
-    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, required=True, help="a safetensors file, or a zip file of photographs")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--flops", default="0.5", help="fractions, with commas between")
     parser.add_argument("--seeds", default="0")
@@ -314,20 +231,24 @@ def main() -> None:
     torch.set_num_threads(1)
     shares = FRONT if options.what == "front" else [float(share) for share in options.flops.split(",")]
     wanted = options.methods.split(",") if options.methods else None
+    sizes = Sizes()
     record = Record(
         options.record,
         {"weights": options.weights.name, "test_images": options.test_images, "calibration": CALIBRATION},
     )
     rows = record.rows
     for seed in map(int, options.seeds.split(",")):
-        case = load_case(options.weights, options.data_dir, seed, options.test_images)
+        if options.weights.suffix == ".zip":
+            case = load_photographs(options.weights, seed)
+        else:
+            case = load_case(options.weights, options.data_dir, seed, options.test_images)
         whole = rows[0]["whole"] if rows else case.accuracy(case.model)
         print(f"seed {seed}: the given network {whole:.2f} %", flush=True)
         for share in shares:
             if options.what == "parts":
                 methods = parts(case, share)
             else:
-                every = {"rlsprune.shrink": ours, **RIVALS}
+                every = {"rlsprune.shrink": sizes if options.what == "front" else ours, **RIVALS}
                 methods = {name: partial(make, case, share) for name, make in every.items()}
             for name, make in methods.items():
                 key = {"seed": seed, "target": share, "method": name}
