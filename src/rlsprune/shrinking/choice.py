@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import product_norms, weight_norms
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
-from rlsprune.shrinking.leastsquares import MOST_INPUTS
+from rlsprune.shrinking.leastsquares import MOST_INPUTS, shrinkage
 from rlsprune.shrinking.rebuild import DAMPING, Calibration, affine_of, can_shift, draw_places, gather_rows
 from rlsprune.shrinking.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
@@ -36,6 +37,8 @@ class _Seen:
     scale: Tensor | None = None
     """Of each output: how much its error counts."""
     variance: float = 0.0
+    damping: float = DAMPING
+    """More where there are fewer inputs than a layer has: else channels would seem to stand in for each other."""
 
     def matrix(self) -> Tensor:
         """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
@@ -119,7 +122,7 @@ def find_curves(
             if not calls[site.layer]:
                 done.add(site.layer)
                 if site.shared:
-                    choice.shared[site.layer] = _autocorrelation(seen[site.layer].matrix())
+                    choice.shared[site.layer] = _autocorrelation(seen[site.layer].matrix(), DAMPING)
                 settle(done)
     settle(done, final=True)
     return choice
@@ -134,12 +137,25 @@ def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: 
     places = draw_places(stops, seed)
     pairs = list(zip(stops, places, strict=True))
     seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
+    owners = _owners(stops, places)
+    if len(owners.unique()) < seen.rows[-1].shape[2]:
+        seen.damping = max(seen.damping, float(shrinkage(seen.rows[-1], owners).mean()))
     results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
     scale, _ = affine_of(norms, results)
     if not stops[0].site.sums:
         results = results * scale
     seen.scale, seen.weights = scale, _with_bias(stops[0].product, seen.rows[0].shape[2])
     seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
+
+
+def _owners(stops: Sequence[Stop], places: Sequence[Tensor]) -> Tensor:
+    """Which input of the network each of the drawn rows is of."""
+    owners, start = [], 0
+    for stop, where in zip(stops, places, strict=True):
+        batch, *inside = stop.product.spatial or (1,)
+        owners.append(start + where // math.prod(inside))
+        start += batch
+    return torch.cat(owners)
 
 
 def _output_projections(group: Group, groups: Sequence[Group]) -> Sequence[Member]:
@@ -177,8 +193,8 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader:
     matrix, index = seen.weights, input_rows(member.module, member.index)
     if width > MOST_INPUTS and groups == 1:
         part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
-        return ReaderInRows(from_rows(part, DAMPING), (matrix * counts)[0], index[0])
-    return Reader(_autocorrelation(rows), matrix * counts, index)
+        return ReaderInRows(from_rows(part, seen.damping), (matrix * counts)[0], index[0])
+    return Reader(_autocorrelation(rows, seen.damping), matrix * counts, index)
 
 
 def _with_bias(product: Product, width: int) -> Tensor:
@@ -191,9 +207,9 @@ def _with_bias(product: Product, width: int) -> Tensor:
     return torch.cat([matrix, last], dim=1)
 
 
-def _autocorrelation(rows: Tensor) -> Tensor:
+def _autocorrelation(rows: Tensor, damping: float) -> Tensor:
     """``XᵀX/m``, damped."""
     result = exact(rows.mT @ rows) / rows.shape[1]
-    damping = DAMPING * max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
-    result.diagonal(dim1=-2, dim2=-1).add_(damping)
+    mean_square = max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
+    result.diagonal(dim1=-2, dim2=-1).add_(damping * mean_square)
     return result

@@ -54,7 +54,10 @@ class Reader:
 
     def __init__(self, autocorrelation: Tensor, weights: Tensor, rows: Tensor) -> None:
         self._rows = rows.to(autocorrelation.device)
-        self._P = torch.cholesky_inverse(cholesky_positive(autocorrelation))
+        factor = cholesky_positive(autocorrelation)
+        del autocorrelation  # the largest matrices that there are: two at a time are enough
+        self._P = torch.cholesky_inverse(factor)
+        del factor
         weights = weights.to(self._P)
         # All that counts of the weights. It is as large as P, however many outputs there are.
         self._M = weights @ weights.mT
