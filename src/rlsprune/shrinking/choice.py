@@ -138,7 +138,7 @@ def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: 
     pairs = list(zip(stops, places, strict=True))
     seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
     owners = _owners(stops, places)
-    if len(owners.unique()) < seen.rows[-1].shape[2]:
+    if len(torch.unique(owners)) < seen.rows[-1].shape[2]:
         seen.damping = max(seen.damping, float(shrinkage(seen.rows[-1], owners).mean()))
     results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
     scale, _ = affine_of(norms, results)

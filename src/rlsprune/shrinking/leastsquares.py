@@ -35,7 +35,7 @@ def shrinkage(rows: Tensor, owners: Tensor) -> Tensor:
     m, n = rows.shape[1:]
     counts = torch.unique_consecutive(owners, return_counts=True)[1]
     square = _square_norm(rows) / m**2
-    parts = torch.stack([_square_norm(part) for part in rows.split(counts.tolist(), dim=1)]).sum(0) / m**2
+    parts = torch.stack([_square_norm(part) for part in torch.split(rows, counts.tolist(), dim=1)]).sum(0) / m**2
     noise = parts - square * float(counts.square().sum()) / m**2
     trace = exact(rows.square().sum((1, 2))) / m
     spread = (square - trace.square() / n).clamp_min(torch.finfo(torch.float32).tiny)
