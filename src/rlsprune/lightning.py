@@ -42,7 +42,7 @@ class LoadsPruned:
 
     Examples:
         >>> class Classifier(LoadsPruned, LightningModule):
-        ...     pass  # the rest as ever; then Classifier.load_from_checkpoint(path)
+        ...     pass  # the rest as usual; then Classifier.load_from_checkpoint(path)
     """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class PruneCallback(Callback):
         self._on_prune, self._settings = on_prune, settings
         self._pruner: Pruner | None = None
         self._saved: dict[str, Any] | None = None
-        """The pruner's state in the checkpoint that training goes on from, until there is a pruner to load it."""
+        """The pruner's state in the checkpoint that training resumes from, until there is a pruner to load it."""
         self._loss: Tensor | float = 0.0
         self._batches = 0
         self._last_loss: float | None = None

@@ -166,7 +166,7 @@ class PruneCallback(TrainerCallback):
 
     Works on one device. With `monitor` every evaluation is a step of the pruner (its `warmup_epochs` count them);
     without, every epoch is. The model's configuration always has its shape, so `save_pretrained`, `Trainer.save_model`
-    and the Trainer's checkpoints can be loaded by `rlsprune.transformers.from_pretrained`; a training goes on with
+    and the Trainer's checkpoints can be loaded by `rlsprune.transformers.from_pretrained`; a training resumes with
     ``Trainer(model=from_pretrained(checkpoint), …).train(resume_from_checkpoint=checkpoint)``.
 
     Examples:
@@ -210,7 +210,7 @@ class PruneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Makes the pruner: now the optimizer is there. A resumed training goes on with its checkpoint's."""
+        """Makes the pruner: now the optimizer is there. A resumed training loads its checkpoint's state."""
         if args.load_best_model_at_end:
             raise ValueError(
                 "load_best_model_at_end=True would load weights of another shape: leave it out. The pruner itself ends "

@@ -82,7 +82,7 @@ def _run(path: Path) -> Iterator[Finding]:
             chosen = configs[0]
             yield _found("the network runs", lambda: _runs(chosen, folder.model))
     if not folder.finished:
-        remedy = f"resumed, the run goes on after epoch {max(sound)}" if sound else "resumed, the run starts again"
+        remedy = f"resuming continues after epoch {max(sound)}" if sound else "resuming starts the run again"
         yield Finding("not finished", None, remedy)
 
 

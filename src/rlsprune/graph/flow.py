@@ -317,7 +317,7 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Of a function, a method or a property, whether it works in place or not, or from the right."""
+    """The name of a function, method or property, the same for its in-place and reflected forms."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "")

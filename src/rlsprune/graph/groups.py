@@ -37,7 +37,7 @@ class Group:
     """
 
     name: str
-    """Of the first producer; ``input`` for the features of the network's input."""
+    """The name of the first producer; ``input`` for the features of the network's input."""
     size: int
     """Units that are left."""
     is_input: bool
@@ -62,7 +62,7 @@ class Group:
 
     @cached_property
     def axes(self) -> frozenset[Axis]:
-        """Of all members."""
+        """The axes of all members."""
         return frozenset(member.axis for member in self.members)
 
 

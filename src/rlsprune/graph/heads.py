@@ -33,7 +33,7 @@ class Attention:
     queries: Member
     """With the channels of each head: (heads × width)."""
     keys: Member
-    """Of fewer heads, where several queries share one."""
+    """Fewer heads, where several queries share one."""
     values: Member
     sizes: tuple[HeadSize, ...]
     rescaled: bool = False

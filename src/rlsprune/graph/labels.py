@@ -67,7 +67,7 @@ class LabelSets:
         return number if number == EVERYTHING else self.of((), label.direct | label.scores)
 
     def joined_along(self, labels: Tensor, dim: int) -> Tensor:
-        """Of what mixes the entries along a dimension, which has one entry then."""
+        """Labels after an operation that mixes the entries along a dimension, which then has one entry."""
         if labels.shape[dim] == 0:
             return labels.sum(dim, keepdim=True)
         if is_constant(labels, dim):
@@ -78,7 +78,7 @@ class LabelSets:
         return joined[back].view(shape).unsqueeze(dim)
 
     def elementwise(self, *labels: Tensor) -> Tensor:
-        """Of what is computed entry by entry from tensors that broadcast."""
+        """Labels of a result that is computed entry by entry from tensors that broadcast."""
         parts = broadcast(*labels)
         result = parts[0]
         for part in parts[1:]:
@@ -86,7 +86,7 @@ class LabelSets:
         return result
 
     def each_pair(self, one: Tensor, other: Tensor) -> Tensor:
-        """Of two tensors of one shape."""
+        """Joins the labels of two tensors of one shape, entry by entry."""
         if torch.equal(one, other) or not bool(other.any()):
             return one
         if not bool(one.any()):

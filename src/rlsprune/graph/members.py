@@ -18,7 +18,7 @@ class Member:
     """One side of one layer, and which of its channels belong to which unit of the group."""
 
     name: str
-    """Of the module in ``model.named_modules()``; of the parameter for a parameter that stands by itself."""
+    """The name of the module in ``model.named_modules()``, or of a parameter that stands by itself."""
     module: nn.Module
     """The layer; for a parameter that stands by itself, the module that owns it."""
     side: Side

@@ -61,7 +61,7 @@ class FunctionCall:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the first result."""
+        """The shape of the first result."""
         return self.results[0].shape
 
     def keep(self, fields: Iterable[Tensor], why: str) -> None:

@@ -157,5 +157,5 @@ class Factored:
 
 
 def _columns(C: Tensor, which: Tensor) -> Tensor:
-    """Of each group its own columns, ``(G, m, k)``."""
+    """Selects each group's own columns, ``(G, m, k)``."""
     return C.gather(-1, which.unsqueeze(-2).expand(-1, C.shape[-2], -1))

@@ -62,7 +62,7 @@ class Form(Protocol):
         """P itself, ``(G, n, n)``."""
 
     def eigenvalues(self) -> Tensor:
-        """Of P, ``(G, n)``, in float64 on the CPU; NaN if it is not finite."""
+        """Eigenvalues of P, ``(G, n)``, in float64 on the CPU; NaN if P is not finite."""
 
     def asymmetry(self) -> float:
         """Largest absolute difference between P and its transpose."""

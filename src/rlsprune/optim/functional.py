@@ -57,7 +57,7 @@ def forget_(P: Tensor, forgetting: float, limit: float) -> None:
 
 
 def norm(gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
-    """Of each group's gradient; not finite if one of its entries is not (or is above 1e19, whose square is not)."""
+    """Norm of each group's gradient; not finite if an entry is not (or is above 1e19, whose square is not)."""
     total: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2))
     return total if bias_gradient is None else total.hypot(torch.linalg.vector_norm(bias_gradient, dim=1))
 

@@ -40,7 +40,7 @@ class ReadyLayer:
     """A layer whose gradient has arrived."""
 
     place: int
-    """Of its parameter group among all."""
+    """The place of its parameter group among all."""
     group: dict[str, Any]
     weight: Tensor
     bias: Tensor | None

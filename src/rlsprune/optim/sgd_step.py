@@ -19,7 +19,7 @@ class SGDStep:
     """A step of parameters of one group, device and dtype."""
 
     place: int
-    """Of the group among all."""
+    """The place of the group among all."""
     group: dict[str, Any]
     lr: float
     parameters: list[Tensor]

@@ -172,7 +172,7 @@ class Pruner:
             model: As of `Pruner`.
             optimizer: `rlsprune.RLS` with ``rank=None``, whose own P scores.
             example_inputs: As of `Pruner`.
-            **changes: Settings of `Pruner` that shall differ.
+            **changes: Settings of `Pruner` that differ.
 
         Raises:
             ValueError: The optimizer is not RLS with P whole.
@@ -427,7 +427,7 @@ class Pruner:
         return event
 
     def _commit(self, gate: Gate, event: PruneEvent | None = None, *, done: bool) -> None:
-        """What follows when the network is as it shall be. Called where Ctrl-C waits, so that all of it happens."""
+        """Commits gate, history and statistics. Called where Ctrl-C is held back, so that all of it happens."""
         self._gate, self._done = gate, done
         if event is not None:
             self.history.append(event)

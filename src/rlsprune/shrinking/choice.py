@@ -29,13 +29,13 @@ _ROWS_IN_ROWS = 2048  # of a layer with too many inputs for a matrix of them
 
 @dataclass
 class _Seen:
-    """Of one weight, by all the calls that use it."""
+    """What all calls that use one weight have seen."""
 
     rows: list[Tensor] = field(default_factory=list)
     weights: Tensor | None = None
     """As a matrix, ``(groups, n, outputs)``, with the shift as last row where there is one."""
     scale: Tensor | None = None
-    """Of each output: how much its error counts."""
+    """How much the error of each output counts."""
     variance: float = 0.0
     damping: float = DAMPING
     """More where there are fewer inputs than a layer has: else channels would seem to stand in for each other."""

@@ -35,13 +35,13 @@ class FrontPoint:
 
     params: int
     flops: int
-    """Of one input."""
+    """For one input."""
     score: float
     """After recovery."""
     score_pruned: float
     """Right after the cut, before any training."""
     epochs: int
-    """Of recovery, since the beginning."""
+    """Epochs of recovery since the beginning."""
     seconds: float
     """Since the beginning, without the time it took to score and to tell `on_point`."""
     within: bool

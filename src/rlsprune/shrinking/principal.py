@@ -30,7 +30,7 @@ _SAME = 1e-3  # of the outputs: what a turn may change by rounding
 
 @dataclass
 class Moments:
-    """Of some channels of one layer, head by head."""
+    """Second moments of some channels of one layer, head by head."""
 
     count: int = 0
     square: Tensor | None = None

@@ -37,7 +37,7 @@ class Recovery:
         self._guard = Guard(model)
 
     def run(self, name: str, front: Front) -> None:
-        """Until the score is back, or the epochs are used up."""
+        """Trains until the score is back or the epochs are used up."""
         optimizer, batches = self._make(self._model), len(self._batches)
         steps = max(1, self._epochs * batches)
         rate = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))

@@ -152,7 +152,7 @@ class RowSample:
             self._batches.popleft()
 
     def inverses(self, name: str) -> list[Inverse]:
-        """P of each group, from the rows at hand."""
+        """P of each group, from the rows sampled so far."""
         rows = torch.cat([rows for rows, _ in self._batches], dim=1) if self._batches else None
         if self._ranks is not None:
             rows = self._ranks.gather_rows(rows, dim=1)

@@ -52,7 +52,7 @@ _Left = TypeVar("_Left", bound=Inverse, covariant=True)
 
 @dataclass(frozen=True)
 class Removal(Generic[_Left]):
-    """What changes when some inputs go. Nothing is computed before it is asked for, and nothing twice."""
+    """What changes when some inputs go. Computes lazily, and nothing twice."""
 
     stay: Tensor
     """The inputs that stay, ascending."""

@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_says_from_where(sound: Path, tmp_path: Path, capsys:
     shutil.copytree(sound, path)
     (path / "summary.json").unlink()
     assert main(["check", str(path)]) == 0
-    assert "goes on after epoch 2" in capsys.readouterr().out
+    assert "resuming continues after epoch 2" in capsys.readouterr().out
 
 
 def test_files(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def execute(
     shown: Shown,
     pictures: Callable[[Summary], dict[str, Callable[[Path], object]]] = lambda summary: {},
 ) -> None:
-    """Runs, or goes on with a run, and writes its page; of a finished run, what is missing.
+    """Starts or resumes a run and writes its page; for a finished run, writes what is missing.
 
     Of several processes only rank 0 writes and speaks.
 

@@ -81,4 +81,4 @@ def refuse_other_options(context: typer.Context, allowed: Collection[str]) -> No
     ]
     if given:
         names = ", ".join(name.replace("_", "-") for name in given)
-        raise ValueError(f"--resume goes on with the run's own settings: leave out {names}")
+        raise ValueError(f"--resume uses the run's own settings: leave out {names}")

@@ -46,7 +46,7 @@ def get(
 
     Raises:
         DataError: unknown data set, no mirror had a file, or the folder cannot be written. What had arrived stays
-            beside the target as a `.part` file, and the next call goes on from there.
+            beside the target as a `.part` file, and the next call continues from there.
     """
     dataset = catalog.entry(name)
     if not dataset.downloads:

@@ -1,4 +1,4 @@
-"""What is to be predicted: classes, numbers or sets of labels, told apart by how the labels look."""
+"""What is to be predicted: classes, numbers or sets of labels, guessed from the labels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReadLabels(NamedTuple):
     task: str
     """One of `rlsprune.app.config.metrics.TASKS`."""
     names: tuple[str, ...]
-    """Of the classes, the labels or the targets."""
+    """Names of the classes, the labels or the targets."""
     train: Tensor
     """int64 (N,) of classes, else float32 (N, names)."""
     test: Tensor

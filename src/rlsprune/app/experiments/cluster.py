@@ -20,7 +20,7 @@ class RayTasks:
     """One Ray task per run, with as many of the machine's CPUs as the run has threads.
 
     Joins the cluster that the environment names (``RAY_ADDRESS``); without one, a local one is started. A task that Ray
-    loses with its machine is started again and goes on from the run's last checkpoint.
+    loses with its machine restarts from the run's last checkpoint.
     """
 
     def __init__(self) -> None:

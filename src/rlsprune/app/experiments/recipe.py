@@ -24,7 +24,7 @@ __all__ = ["load_data", "make_recipe", "run"]
 
 
 def run(config: RunConfig, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
-    """Trains and prunes as the config says; goes on from the folder's last checkpoint if it has one.
+    """Trains and prunes as the config says; resumes from the folder's last checkpoint if there is one.
 
     Args:
         config: The run.

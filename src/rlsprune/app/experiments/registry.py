@@ -66,9 +66,9 @@ class Experiment:
     """What soft pruning zeroes out in every epoch."""
     presets: Mapping[str, Preset]
     training: TrainingSettings
-    """Of the recipe "ours"."""
+    """The settings of the recipe "ours"."""
     pruning: PruningSettings
-    """Of `rls`."""
+    """The settings of `rls`."""
     loss: str = "mse"
     rate: float = 1.0
     """η of RLS: lower with batch norm."""

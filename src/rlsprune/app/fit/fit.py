@@ -45,7 +45,7 @@ def fit(
     observer: Observer | None = None,
     baseline_observer: Callable[[], Observer] = Observer,
 ) -> dict[str, Any]:
-    """Trains and prunes as the config says, or goes on with it, and writes the model and what deploys it.
+    """Trains and prunes as the config says, or resumes the run, and writes the model and what deploys it.
 
     The ONNX file is left out where its packages are not installed (`missing_onnx_packages`).
 

@@ -29,7 +29,7 @@ class Slice:
     before: float
     after: float
     before_next: float | None
-    """Of the layer below, for the edges that lead to it; None for the last."""
+    """The size after of the layer below, which edges lead to; None for the last."""
     after_next: float | None
 
 

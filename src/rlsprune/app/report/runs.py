@@ -76,7 +76,7 @@ class ReportedRun:
     """Per epoch: `epoch`, `NUMBERS` (None if unknown) and `layers`."""
     events: list[dict[str, Any]]
     summary: dict[str, Any] | None
-    """None while the run goes on."""
+    """None while the run is in progress."""
     environment: dict[str, Any]
 
     @property

@@ -43,7 +43,7 @@ _WEIGHED = 512  # held-out images that tell what cutting a layer costs
 
 
 def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
-    """Trains and prunes as the recipe says; goes on from the folder's last checkpoint if it has one.
+    """Trains and prunes as the recipe says; resumes from the folder's last checkpoint if there is one.
 
     Args:
         recipe: The run.
@@ -308,7 +308,7 @@ class Run:
         return losses.mean if self.recipe.gate == "train" else losses.last
 
     def _held_out_loss(self) -> float:
-        """On not too many images, of every class: it is asked for many times in a row."""
+        """Uses few images, of every class: it is called many times in a row."""
         valid = self.data.valid
         assert valid is not None
         return self._evaluate(valid.select(stratified_choice(valid.labels, min(_WEIGHED, len(valid)), seed=0))).loss

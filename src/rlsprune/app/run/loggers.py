@@ -70,7 +70,7 @@ def _scalars(line: Mapping[str, Any], counts: Mapping[str, Retained]) -> dict[st
 
 
 class CsvObserver(Observer):
-    """Writes the epochs' numbers into a table, anew after each epoch: a resumed run goes on in the same table.
+    """Writes the epochs' numbers into a table, anew after each epoch: a resumed run continues the same table.
 
     Args:
         path: The file.
@@ -103,7 +103,7 @@ class CsvObserver(Observer):
 
 
 class TensorBoardObserver(Observer):
-    """Writes an event file; needs the package tensorboard. A run that goes on does so in the same curves.
+    """Writes an event file; needs the package tensorboard. A resumed run continues the same curves.
 
     Args:
         folder: Where the file goes; ``tensorboard --logdir`` that folder, or one above it, shows it.
@@ -155,7 +155,7 @@ class WandbObserver(Observer):
     """Logs to Weights & Biases as its environment variables say (`WANDB_MODE=offline`, `WANDB_PROJECT`, …).
 
     Args:
-        folder: The run's folder, whose name the run gets; a resumed run goes on in the same one.
+        folder: The run's folder, whose name the run gets; a resumed run continues the same one.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Share:
-    """What is this process's to do, and how results are put together; alone, that is everything.
+    """The share of the work that this process does, and how results are combined; alone it does everything.
 
     Args:
         ranks: The processes, or None.
