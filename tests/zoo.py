@@ -509,6 +509,127 @@ class UnevenSplit(nn.Module):
         return self.fc((self.left(one) + self.right(two)).relu().mean((2, 3)))
 
 
+class ConvNext(nn.Module):
+    """A depthwise convolution, a norm over the channels, two layers over the channels, and a scale that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 2, 2)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm = nn.LayerNorm(8)
+        self.expand, self.project = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.rand(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.scale * self.project(functional.gelu(self.expand(y)))
+        return self.head((x + y.permute(0, 3, 1, 2)).mean((2, 3)))
+
+
+class Mixer(nn.Module):
+    """Layers over the tokens and layers over the channels in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 2, 2)
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.token1, self.token2 = nn.Linear(16, 9), nn.Linear(9, 16)
+        self.channel1, self.channel2 = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = x + self.token2(functional.gelu(self.token1(self.norm1(x).transpose(1, 2)))).transpose(1, 2)
+        x = x + self.channel2(functional.gelu(self.channel1(self.norm2(x))))
+        return self.head(x.mean(1))
+
+
+class RepBlock(nn.Module):
+    """A 3×3 and a 1×1 convolution and the input itself, each normalised, added."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.wide, self.wide_norm = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.narrow, self.narrow_norm = nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.identity = nn.BatchNorm2d(inputs) if inputs == outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.wide_norm(self.wide(x)) + self.narrow_norm(self.narrow(x))
+        return functional.relu(y if self.identity is None else y + self.identity(x))
+
+
+def repvgg() -> nn.Module:
+    return ResNet(RepBlock(6, 8), RepBlock(8, 8), RepBlock(8, 10), stem=6, head=10)
+
+
+class Conv1D(nn.Module):
+    """The linear layer of transformers' GPT-2: the weight is (in, out)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf, self.nx = outputs, inputs
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5),
+            nn.Parameter(torch.zeros(outputs)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class CausalAttention(nn.Module):
+    """As GPT-2 has it: queries, keys and values of one `Conv1D`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.split_size, self.head_dim = heads, width, width // heads
+        self.c_attn, self.c_proj = Conv1D(3 * width, width), Conv1D(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        parts = self.c_attn(x).split(self.split_size, dim=2)
+        query, key, value = (part.view(batch, tokens, -1, self.head_dim).transpose(1, 2) for part in parts)
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def gpt2() -> nn.Module:
+    model = Patches(8, CausalAttention(8, 2))
+    model.block.fc1, model.block.fc2 = Conv1D(16, 8), Conv1D(8, 16)
+    return model
+
+
+class Tokens(nn.Module):
+    """Patches, a class token and a table of positions, all as wide as the patches are deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 2, 2)
+        self.token, self.position = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 17, 8))
+        self.fc1, self.fc2 = nn.Linear(8, 10), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        x = functional.gelu(self.fc1(x))
+        return self.fc2(x[:, 0] + x[:, 1:].mean(1))
+
+
+class SuperResolution(nn.Module):
+    """Channels become pixels, and pixels channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.middle = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
+        self.down, self.fc = nn.Conv2d(24, 7, 1), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.middle(functional.relu(functional.pixel_shuffle(self.up(x), 2))))
+        return self.fc(functional.relu(self.down(functional.pixel_unshuffle(x, 2))).mean((2, 3)))
+
+
 _IMAGE = (2, 3, 8, 8)
 
 ZOO: dict[str, Specimen] = {
@@ -624,6 +745,17 @@ ZOO: dict[str, Specimen] = {
     "channels-last-flatten": Specimen(ChannelsLastFlatten, _IMAGE, {"conv": 6, "fc1": 9}, ("fc2",)),
     "channel-softmax": Specimen(ChannelSoftmax, _IMAGE, {"mix": 7}, ("conv", "fc")),
     "uneven-split": Specimen(UnevenSplit, _IMAGE, {"conv": 4, "left": 6}, ("fc",)),
+    "convnext": Specimen(ConvNext, _IMAGE, {"expand": 16}, ("stem", "head")),
+    "mixer": Specimen(Mixer, _IMAGE, {"token1": 9, "channel1": 12}, ("patch", "head")),
+    "repvgg": Specimen(repvgg, _IMAGE, {"stem.0": 6, "blocks.0.wide": 8, "blocks.2.wide": 10}, ("fc",)),
+    "gpt2": Specimen(
+        gpt2,
+        _IMAGE,
+        {"block.attention[heads]": 2, "block.attention[dims]": 4, "block.fc1": 16},
+        ("patch", "head"),
+    ),
+    "tokens": Specimen(Tokens, _IMAGE, {"patch": 8, "fc1": 10}, ("fc2",)),
+    "super-resolution": Specimen(SuperResolution, _IMAGE, {"up": 4, "middle": 6, "down": 7}, ("fc",)),
 }
 
 
@@ -649,7 +781,7 @@ def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[Non
             def zero(_: nn.Module, inputs: tuple[Tensor], columns: Tensor = columns) -> Tensor:
                 value = inputs[0].clone()
                 # Linear layers read the last dimension, convolutions the second of (batch, channel, …).
-                if isinstance(_, nn.Linear):
+                if isinstance(_, nn.Linear | Conv1D):
                     value[..., columns] = 0
                 else:
                     value[:, columns] = 0

@@ -6,7 +6,7 @@ compensation. Each network has a process of its own, with limits on time and mem
 not run again. An error that is not the package's own counts as foreign.
 
     python -m benchmarks.quality.zoo run                    # all of them, into docs/results/zoo
-    python -m benchmarks.quality.zoo run timm/convnext      # some
+    python -m benchmarks.quality.zoo run timm/convnext      # some; timm: all of one library
     python -m benchmarks.quality.zoo draw                   # the table
 
 torchvision and timm are looked for on the path; beside a CPU build of torch, in a folder of their own:
@@ -38,10 +38,11 @@ from torch import nn
 RECORD = Path("docs/results/zoo")
 RATIO = 0.3
 SECONDS, GIGABYTES = 600, 8
-# The first word that a name has says how small the network is.
+# Words of names, the smallest networks first.
 _SMALL = (
-    *("test", "atto", "femto", "pico", "nano", "xxt", "xt", "xxs", "xxsmall", "xs", "minimal", "tiny", "mini", "small"),
-    *("_s0", "_b0", "_a0", "_0", "lite0", "050", "_t0", "t0", "_t", "m0", "18", "26", "_s", "_12", "_base", "_b"),
+    *("test", "atto", "femto", "pico", "xxsmall", "nano", "xxtiny", "xxt", "xxs", "xx", "xtiny", "xt", "xs", "minimal"),
+    *("tiny", "mini", "ti", "t0", "s0", "m0", "b0", "a0", "small", "050", "t", "128s", "s", "s12", "s18", "12", "18"),
+    *("121", "26", "100", "b", "base"),
 )
 _IMAGE = 64
 
@@ -86,7 +87,8 @@ def timm_families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 
 
 def _size(name: str) -> tuple[int, int, str]:
-    return next((place for place, word in enumerate(_SMALL) if word in name), len(_SMALL)), len(name), name
+    words = re.split("_|(?<=[a-z])(?=[0-9])", name)
+    return next((place for place, word in enumerate(_SMALL) if word in words), len(_SMALL)), len(name), name
 
 
 def _timm(name: str) -> tuple[nn.Module, Any]:
@@ -107,19 +109,23 @@ def _each(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, dict[str
     return dict.fromkeys(names, options)
 
 
-_TEXT = {"hidden_size": 768, "num_hidden_layers": 2, "num_attention_heads": 12, "intermediate_size": 3072}
-_LLAMA = {**_TEXT, "num_key_value_heads": 4, "vocab_size": 1000, "head_dim": 64}
+_TEXT = {"hidden_size": 768, "num_hidden_layers": 2, "num_attention_heads": 12, "intermediate_size": 3072,
+         "vocab_size": 1000}  # fmt: skip
+_LLAMA = {**_TEXT, "num_key_value_heads": 4, "head_dim": 64}
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     **_each(("Bert", "Roberta", "Electra", "MPNet", "Deberta", "DebertaV2", "Albert"), _TEXT),
-    "DistilBert": {"dim": 768, "n_layers": 2, "n_heads": 12},
-    "GPT2": {"n_layer": 2},
-    "GPTNeo": {"hidden_size": 768, "num_layers": 2, "num_heads": 12, "attention_types": [[["global", "local"], 1]]},
-    **_each(("GPTNeoX", "Phi", "StableLm"), {**_TEXT, "vocab_size": 1000}),
+    "DistilBert": {"dim": 768, "n_layers": 2, "n_heads": 12, "vocab_size": 1000},
+    "GPT2": {"n_layer": 2, "vocab_size": 1000},
+    "GPTNeo": {
+        **{"hidden_size": 768, "num_layers": 2, "num_heads": 12, "vocab_size": 1000},
+        "attention_types": [[["global", "local"], 1]],
+    },
+    **_each(("GPTNeoX", "Phi", "StableLm"), _TEXT),
     "OPT": {"hidden_size": 768, "num_hidden_layers": 2, "num_attention_heads": 12, "ffn_dim": 3072, "vocab_size": 1000},
     **_each(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Olmo", "Cohere"), _LLAMA),
     "Mixtral": {**_LLAMA, "num_local_experts": 4},
     "Bloom": {"hidden_size": 768, "n_layer": 2, "n_head": 12, "vocab_size": 1000},
-    "Falcon": {**_TEXT, "vocab_size": 1000},
+    "Falcon": _TEXT,
     "T5": {"d_model": 768, "d_ff": 3072, "num_layers": 2, "num_heads": 12, "vocab_size": 1000},
     "Bart": {
         **{"d_model": 768, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 1000},
@@ -131,7 +137,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Segformer": {"depths": [1, 1, 1, 1]},
     "ResNet": {"depths": [1, 1, 1, 1]},
     "CLIPVision": {**_TEXT, "image_size": 64, "patch_size": 16},
-    "CLIPText": {**_TEXT, "vocab_size": 1000},
+    "CLIPText": _TEXT,
     "Wav2Vec2": {**_TEXT},
     "Whisper": {"d_model": 768, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 12,
                 "decoder_attention_heads": 12},
@@ -166,17 +172,14 @@ def transformers_families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
     }
 
 
-def families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
-    """All of them that are installed."""
+def families(library: str | None = None) -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+    """All of them that are installed, or those of one library."""
     warnings.filterwarnings("ignore")
     declare_operators()
     found = {}
-    for library, make in (
-        ("torchvision", torchvision_families),
-        ("transformers", transformers_families),
-        ("timm", timm_families),
-    ):
-        if importlib.util.find_spec(library) is not None:
+    makers = {"transformers": transformers_families, "torchvision": torchvision_families, "timm": timm_families}
+    for name, make in makers.items():
+        if library in (None, name) and importlib.util.find_spec(name) is not None:
             found.update(make())
     return found
 
@@ -211,7 +214,7 @@ def measure(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     found: dict[str, Any] = {"network": name}
     try:
-        model, example = families()[name]()
+        model, example = families(name.partition("/")[0])[name]()
     except Exception as error:
         return {**found, "unavailable": f"{type(error).__name__}: {error}"[:300]}
     model.eval()
@@ -246,11 +249,11 @@ def measure(name: str) -> dict[str, Any]:
     return found
 
 
-def run(names: list[str], record: Path) -> None:
+def run(names: list[str], record: Path, part: tuple[int, int] = (0, 1)) -> None:
     """Every network that is not in the record yet, each in a process of its own."""
     record.mkdir(parents=True, exist_ok=True)
-    chosen = [name for name in families() if not names or name in names]
-    for name in chosen:
+    chosen = [name for name in families() if not names or name in names or name.partition("/")[0] in names]
+    for name in chosen[part[0] :: part[1]]:
         path = record / f"{name.replace('/', '-')}.json"
         if path.exists():
             continue
@@ -314,11 +317,14 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "one", "draw"))
     parser.add_argument("networks", nargs="*")
     parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth from the Ith on"
+    )
     args = parser.parse_args()
     if args.what == "one":
         print(json.dumps(measure(args.networks[0])))
     elif args.what == "run":
-        run(args.networks, args.record)
+        run(args.networks, args.record, tuple(args.part))
     else:
         draw(args.record)
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import rlsprune.io.export
+from rlsprune.graph import find_groups
 from rlsprune.io.export import ExportError, export_onnx, export_program
 from rlsprune.model.selector import select_inputs
+from zoo import ZOO, remove, some_units
 
 
 def pruned_fnn() -> nn.Module:
@@ -235,3 +237,20 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
 def test_what_counts_as_equal(ours: list[float], theirs: list[float], equal: bool) -> None:
     error, allowed = rlsprune.io.export._difference(torch.tensor(ours), torch.tensor(theirs))
     assert (error <= allowed) is equal
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "shufflenet",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext", "mixer", "repvgg", "super-resolution")),
+    ],
+)
+def test_a_pruned_network_of_the_zoo_exports(name: str, tmp_path: Path) -> None:
+    """Written only if onnxruntime gives what the model gives, at two batch sizes."""
+    model, x = ZOO[name].model(), ZOO[name].inputs()
+    graph = find_groups(model, x)
+    remove(model, graph, some_units(graph))
+    export_onnx(model, x, tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").exists()
