@@ -129,5 +129,5 @@ def _runs(config: RunConfig, path: Path) -> str:
 
 
 def _is_model(path: Path) -> bool:
-    """By its name; a state has its own."""
+    """Whether a file is a model, by its name; a state has its own."""
     return path.name != "state.safetensors"

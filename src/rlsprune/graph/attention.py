@@ -175,7 +175,7 @@ class _Family:
     # --- what hangs together ------------------------------------------------------------------------------------------
 
     def _name(self) -> str:
-        """Of the module that has the layers of queries and keys, or of the layer that makes both."""
+        """The name of the module that has the layers of queries and keys, or of the layer that makes both."""
         names = {self.flow.slots[slot].axis[0] for one in self.scores for slot in one.left[:1] + one.right[:1]}
         if len(names) == 1:
             only = next(iter(names))

@@ -78,7 +78,7 @@ def _beside(
 
 
 def _in_order(groups: Sequence[Group], order: Mapping[nn.Module, int]) -> list[Group]:
-    """As the network runs."""
+    """Sorts groups in the order in which the network runs."""
     return sorted(groups, key=lambda group: order.get(group.producers[0].module, len(order)))
 
 

@@ -35,7 +35,7 @@ def varying(labels: Tensor) -> tuple[int, ...]:
 
 
 def compact(labels: Tensor) -> Tensor:
-    """With size 1 where it does not vary."""
+    """The field with size 1 along dimensions in which it does not vary."""
     dims = varying(labels)
     return labels[tuple(slice(None) if dim in dims else slice(0, 1) for dim in range(labels.ndim))]
 

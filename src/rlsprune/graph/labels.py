@@ -97,7 +97,7 @@ class LabelSets:
         return joined[back]
 
     def each(self, labels: Tensor, function: Callable[[int], int]) -> Tensor:
-        """With every label replaced by what a function makes of its number."""
+        """Replaces every label by what a function makes of its number."""
         known, back = torch.unique(labels, return_inverse=True)
         return torch.tensor([function(number) for number in known.tolist()], dtype=torch.long)[back]
 

@@ -101,7 +101,7 @@ def check_inputs(given: Mapping[str, object], layers: Mapping[str, nn.Module]) -
 
 
 def check_names(stored: Iterable[str], aliases: Mapping[str, object], own: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each name in the model the name in the file whose tensor it takes. Kept inputs are not among them.
+    """Maps each name in the model to the name in the file whose tensor it takes, kept inputs left out.
 
     Args:
         stored: The names of the tensors in the file.

@@ -165,7 +165,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch's exporter says about other packages and itself, and the programs it prints when it fails."""
+    """Silences what torch's exporter says about other packages and itself, and the programs it prints when it fails."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -112,7 +112,7 @@ def _checked(array: Any, node: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the tools' advice, which they give through the root logger and which is followed already."""
+    """Silences the tools' advice on the root logger, which is followed already."""
     logger = logging.getLogger()
     disabled = logger.disabled
     logger.disabled = True

@@ -37,7 +37,7 @@ class OpenAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of ``nn.MultiheadAttention``."""
+        """Computes what ``nn.MultiheadAttention`` computes."""
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "attn_mask is needed where is_causal is a hint: give both, as nn.MultiheadAttention asks"
@@ -77,7 +77,7 @@ class OpenAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _of_nested(self, sequences: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Of sequences that each have a length of their own, as torch's encoder hands them on: padded meanwhile."""
+        """Runs on nested sequences, as torch's encoder passes them, by padding them meanwhile."""
         lengths = [len(one) for one in sequences.unbind()]
         padded = sequences.to_padded_tensor(0.0)
         padding = torch.arange(padded.shape[1])[None, :] >= torch.tensor(lengths)[:, None]
@@ -146,7 +146,7 @@ def open_attention(model: nn.Module) -> list[nn.MultiheadAttention]:
 
 @contextlib.contextmanager
 def opened(model: nn.Module) -> Iterator[None]:
-    """With every ``nn.MultiheadAttention`` open for a while."""
+    """Opens every ``nn.MultiheadAttention`` inside the block."""
     modules = open_attention(model)
     try:
         yield

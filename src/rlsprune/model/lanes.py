@@ -74,12 +74,12 @@ class Lane(Generic[_Handed]):
         self._stopped.acquire()
 
     def hand_out(self, value: _Handed) -> None:
-        """From within the work: stops until the next `advance`."""
+        """Called by the work: stops until the next `advance`."""
         self._handed = value
         self._wait()
 
     def outside(self, errand: Callable[[], _Result]) -> _Result:
-        """From within the work: what the errand gives, run by the thread that waits in `advance`.
+        """Called by the work: has the thread that waits in `advance` run the errand, and returns its result.
 
         Raises:
             Exception: What the errand raised.

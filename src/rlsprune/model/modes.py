@@ -26,7 +26,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def evaluating(*networks: nn.Module) -> Iterator[None]:
-    """In `eval()` and without gradients; every module is in its own mode again afterwards."""
+    """Runs the block in `eval()` and without gradients, and restores every module's mode."""
     modes = {module: module.training for network in networks for module in network.modules()}
     try:
         for network in networks:
@@ -109,7 +109,7 @@ def refuse_inference_mode(what: str) -> None:
 
 @contextlib.contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Without autocast, which would solve systems in half precision and remember weights that are gone by now."""
+    """Switches autocast off, which would solve systems in half precision and remember weights that are gone."""
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as stack:
         for kind in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:

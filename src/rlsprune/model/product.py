@@ -156,7 +156,7 @@ def _transposed(dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
 
 
 def _stuffed(images: Tensor, gaps: Sequence[int]) -> Tensor:
-    """With zeros between the pixels."""
+    """Puts zeros between the pixels."""
     if all(gap == 1 for gap in gaps):
         return images
     sizes = [(size - 1) * gap + 1 for size, gap in zip(images.shape[2:], gaps, strict=True)]

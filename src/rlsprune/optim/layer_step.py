@@ -175,7 +175,7 @@ def _faults(layers: list[tuple[int, str]], dtype: torch.dtype) -> list[Fault]:
 
 
 def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype of P; zero for a frozen parameter of a layer that is otherwise trained."""
+    """The gradient in the dtype of P; zero for a frozen parameter of a layer that is otherwise trained."""
     if parameter.grad is None:
         return torch.zeros_like(local(parameter), dtype=dtype)
     return local(parameter.grad).to(dtype)

@@ -99,7 +99,7 @@ class Recorder:
         output.register_hook(_Arrival(self, leaf, mean, rows))  # type: ignore[no-untyped-call]
 
     def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
-        """As :meth:`observe` and the gradient after it, in one: what compiled code calls."""
+        """Does what :meth:`observe` and the gradient after it do, in one call, for compiled code."""
         self.groups = getattr(layer, "groups", 1)
         with torch.no_grad(), full_precision(inputs.device):
             mean, rows = mean_input(layer, inputs, self.precision(layer.weight))

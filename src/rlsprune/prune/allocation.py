@@ -104,18 +104,18 @@ class Costs:
                     self._cut[name][1].setdefault(dim, {})[group.name] = group.size * (size - len(stay)) / size
 
     def without(self, gone: Mapping[str, float]) -> float:
-        """By the share of its units that each group loses."""
+        """The cost left, by the share of its units that each group loses."""
         total: float = self._fixed + sum(self._cost(name, gone) for name in self._cut)
         return total
 
     def saved(self, gone: Mapping[str, float], group: str, share: float) -> float:
-        """By one of them losing another share than that."""
+        """What is saved when one group loses another share than that."""
         changed = {**gone, group: share}
         saved: float = sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
         return saved
 
     def savings(self, gone: Mapping[str, float], group: str, shares: Tensor) -> Tensor:
-        """By one of them losing each of these shares instead."""
+        """What is saved when one group loses each of these shares instead."""
         changed = {**gone, group: shares}
         saved = torch.zeros_like(shares)
         for name in self._of_group[group]:

@@ -32,7 +32,7 @@ def rls(group: Group, inverse_of: InverseOf) -> list[Tensor]:
 
 
 def rls_paper(group: Group, inverse_of: InverseOf) -> list[Tensor]:
-    """As :func:`rls`, but behind a flatten nodes are scored one by one, to the letter of the paper's section 3.2."""
+    """Scores as :func:`rls`, but behind a flatten node by node, to the letter of the paper's section 3.2."""
     readers = _readers(group)
     if len(readers) != 1 or not isinstance(readers[0].module, nn.Linear) or readers[0].index.shape[1] == 1:
         return rls(group, inverse_of)
@@ -112,7 +112,7 @@ def weight_norms(member: Member, power: int) -> Tensor:
 
 
 def _channel_norms(member: Member, power: int) -> Tensor:
-    """Of the weights of each channel of each unit."""
+    """Norms of the weights of each channel of each unit."""
     parts = []
     for slab in axis_of(member.module, member.side).slabs:
         weight = getattr(member.module, slab.tensor, None)
@@ -139,7 +139,7 @@ def _scales(member: Member) -> Tensor:
 
 
 def _following_norms(group: Group) -> list[Member | None]:
-    """For each producer the batch norm that is called with its output, or None."""
+    """Finds for each producer the batch norm that is called with its output, or None."""
     norms = {member.reads: member for member in group.carriers if isinstance(member.module, _BatchNorm)}
     return [norms.get(producer.module) for producer in group.producers]
 

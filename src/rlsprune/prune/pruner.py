@@ -455,7 +455,7 @@ class Pruner:
         return f"no channel of any layer may go at ratio={self._operation.settings.ratio}, or pruning was stopped first"
 
     def _restart_statistics(self) -> None:
-        """For the next epoch, if it may end with a prune; before the first call of `step` any moment may."""
+        """Gathers statistics for the next epoch if it may end with a prune; before the first `step` any moment may."""
         epoch = self._gate.epoch
         self._operation.restart_sample(
             epoch, active=not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs)

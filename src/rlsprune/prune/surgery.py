@@ -156,7 +156,7 @@ class LiveNetwork:
         return value if self.ranks is None else math.fsum(self.ranks.gather(value)) / self.ranks.size
 
     def first(self, value: bool) -> bool:
-        """That of rank 0."""
+        """Returns the value of rank 0."""
         return value if self.ranks is None else self.ranks.first(value)
 
     def rebuild_wrapper(self) -> None:

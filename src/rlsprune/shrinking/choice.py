@@ -70,7 +70,7 @@ def find_curves(
     products: Mapping[str, tuple[Tensor, Tensor]],
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
 ) -> Eliminations:
-    """For each group the order in which its units go, and what that costs.
+    """Finds for each group the order in which its units go, and what that costs.
 
     The network runs once, stopped at every layer; the inputs of one layer are held at a time, or of all that read one
     group.

@@ -50,7 +50,7 @@ def _square_norm(rows: Tensor) -> Tensor:
 
 
 class LeastSquares:
-    """For one X and many right-hand sides, batched over the groups of a layer.
+    """Solves for one X and many right-hand sides, batched over the groups of a layer.
 
     Minimises ``‖XW − Y‖²/m + δ‖W − W₀‖²``, in closed form: ``W₀ + (XᵀX/m + δI)⁻¹Xᵀ(Y − XW₀)/m``.
 

@@ -214,7 +214,7 @@ class _Hook:
             noticed(inputs, self._mark, self._number)
 
     def input_seen(self, layer: Layer, inputs: Tensor) -> None:
-        """Of compiled code."""
+        """Records the input that compiled code has seen."""
         statistics = None if self._statistics is None else self._statistics()
         if statistics is not None:
             statistics.observe(self._name, layer, inputs, compiled=True)

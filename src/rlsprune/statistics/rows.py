@@ -36,7 +36,7 @@ def _is_linear(layer: nn.Module) -> bool:
 def sample_rows(
     layer: Layer, inputs: Tensor, count: int, generator: torch.Generator, rank: int = 0, ranks: int = 1
 ) -> tuple[Tensor, int]:
-    """At most ``count`` random rows of the input matrix.
+    """Samples at most ``count`` random rows of the input matrix.
 
     Args:
         layer: A Linear layer (rows are its inputs) or a convolution (rows are patches).

@@ -40,7 +40,7 @@ class MovingAverage:
         self._taken += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain containers and tensors."""
+        """The state as plain containers and tensors."""
         return {"network": self.network.state_dict(), "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class GivenBatches:
         return len(self._batches) if isinstance(self._batches, Sized) else sum(1 for _ in self._batches)
 
     def sample(self, count: int) -> list[Pair]:
-        """At most so many inputs: of a list evenly from all of it, else the first ones.
+        """Samples at most this many inputs: evenly from a list, else the first ones.
 
         Whole batches where parts of them cannot be joined; at least one.
         """

@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def of_sums(cls, loss: float, correct: float, seen: float) -> Evaluation:
-        """From the sum of the losses, the number of right answers, and the number of examples."""
+        """Makes the result from the sum of losses, the number of right answers and the number of examples."""
         return cls(loss / seen, 100 * correct / seen)
 
 

@@ -43,7 +43,7 @@ class Rival(NoPruning):
         """Moving averages of the network, which are pruned with it."""
 
     def follow(self, copy: nn.Module) -> None:
-        """From now on prunes the copy as it prunes the network."""
+        """Prunes the copy with the network from now on."""
         self.copies.append(copy)
 
     def retained(self) -> Mapping[str, Retained]:

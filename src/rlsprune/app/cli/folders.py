@@ -71,7 +71,7 @@ def _choose(name: str, out: Path | None) -> Path:
 
 
 def refuse_other_options(context: typer.Context, allowed: Collection[str]) -> None:
-    """With --resume only some options make sense; any other is an error that names it."""
+    """Raises for options that make no sense with --resume, and names them."""
     given = [
         name
         for name in context.params

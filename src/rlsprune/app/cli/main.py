@@ -99,7 +99,7 @@ def _explain(error: Exception, debug: bool) -> int:
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *place: object, **line: object) -> str:
-    """In one line: where in the code it was raised tells users nothing."""
+    """Formats a warning in one line: where in the code it was raised tells users nothing."""
     return f"rlsprune: {category.__name__}: {printable(' '.join(str(message).split()))}\n"
 
 

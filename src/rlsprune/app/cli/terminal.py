@@ -38,7 +38,7 @@ def observer(quiet: bool, loggers: Sequence[str] = (), folder: Path | None = Non
 
 @contextmanager
 def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str, int, int | None], object]]]:
-    """For long work: what says a line, and what is told what is being done, for a bar below the lines on a terminal."""
+    """Gives two functions for long work: one prints a line, the other moves a bar below the lines on a terminal."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:

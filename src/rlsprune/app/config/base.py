@@ -75,12 +75,12 @@ class BaseConfig:
         check_option("cpu_seconds", self.cpu_seconds, self.cpu_seconds is None or self.cpu_seconds > 0, "above 0")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The config as plain values for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what JSON had.
+        """Makes a config from plain values of JSON.
 
         Raises:
             ValueError: Names or values are not those of a config.

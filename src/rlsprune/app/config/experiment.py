@@ -91,7 +91,7 @@ class RunConfig(BaseConfig):
                 raise ValueError(f"--target-of flops: {self.method} zeroes weights and leaves the FLOPs as they are")
 
     def differences(self, other: RunConfig) -> list[str]:
-        """In words, where two configs would give other numbers; where the data lie does not matter."""
+        """Says in words where two configs would give other numbers; the data's folder does not matter."""
         mine, others = self.to_dict(), other.to_dict()
         ignored = {"data_dir", "verify", "shape_from", "on_fault", "deterministic", "recipe"}
         return [

@@ -57,7 +57,7 @@ class PruningSettings:
         check_option("gate", self.gate, not self.allocate or self.gate == "valid", "valid with --allocate")
 
     def over(self, epochs: int) -> PruningSettings:
-        """For a run of so many epochs: a long one can wait longer for a network to recover, a tenth of its epochs."""
+        """Fits the settings to a number of epochs: a long run can wait for recovery for a tenth of its epochs."""
         return self if self.patience is None else replace(self, patience=max(self.patience, epochs // 10))
 
 

@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[str, Array]:
 
 
 def _check_sizes(path: Path, members: Sequence[zipfile.ZipInfo], size: int) -> None:
-    """Before anything is unpacked."""
+    """Checks all sizes before anything is unpacked."""
     total = sum(member.file_size for member in members)
     most = max(MAX_BYTES, _MAX_EXPANSION * size)
     if total > most:

@@ -67,7 +67,7 @@ def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def _data_folders(data_dir: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Where to look. A folder that was asked for is not second-guessed."""
+    """Yields the folders to look in; a folder that was asked for is the only one."""
     if data_dir is not None:
         yield Path(data_dir).expanduser()
         return

@@ -73,7 +73,7 @@ def largest_machine(nodes: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _run(folder: str) -> int:
-    """On a machine of the cluster."""
+    """Executes one run on a machine of the cluster."""
     command = [sys.executable, "-m", "rlsprune", "run", "--resume", folder]
     with (Path(folder) / "log.txt").open("ab") as output:
         return subprocess.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, check=False).returncode

@@ -157,7 +157,7 @@ def _total(layers: Sequence[ReportedLayer], unit: str) -> dict[str, float | None
 
 
 def _all_layers(runs: Sequence[ReportedRun]) -> dict[str, ReportedLayer]:
-    """By name, each of the first run that has it."""
+    """All layers by name, each from the first run that has it."""
     return {layer.name: layer for run in reversed(runs) for layer in run.layers}
 
 

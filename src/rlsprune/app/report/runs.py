@@ -51,7 +51,7 @@ class ReportedLayer:
 
     @property
     def full_channels(self) -> int | None:
-        """Before anything was pruned: every channel has the same number of nodes."""
+        """Channels before anything was pruned: every channel has the same number of nodes."""
         return None if self.channels is None else _whole(self.channels, self.nodes_percent)
 
     @property

@@ -314,7 +314,7 @@ class Run:
         return self._evaluate(valid.select(stratified_choice(valid.labels, min(_WEIGHED, len(valid)), seed=0))).loss
 
     def _reunite(self) -> None:
-        """From now on trains on the held-out images too, in epochs of as many images as before."""
+        """Trains on the held-out images too from now on, in epochs of as many images as before."""
         held_in = len(self.data.train)
         self.data = self.data.reunite()
         self.batches = self.recipe.training_batches(self.data.train, self.batches.generator, held_in)
@@ -346,7 +346,7 @@ class Run:
                 return
 
     def _lr_factor(self, step: int) -> float:
-        """Of the learning rate, at a step counted from the beginning of the run."""
+        """The factor on the learning rate at a step, counted from the beginning of the run."""
         scale, decay = 0.5 ** rollbacks(self.guard.faults), self.recipe.training.lr_decay
         if not decay:
             return scale
@@ -356,7 +356,7 @@ class Run:
         return scale * min(1.0, (steps - step) / (decay * steps))
 
     def _shorten_step(self, faults: Sequence[dict[str, Any]]) -> None:
-        """For the step that comes next; those after it get theirs from `_lr_factor`."""
+        """Shortens the next step; those after it get their rate from `_lr_factor`."""
         missing = rollbacks(faults) - rollbacks(self.guard.faults)
         self.guard.faults = list(faults)
         for group in self.optimizer.param_groups:

@@ -234,13 +234,13 @@ class MLflowObserver(Observer):
         self._client.set_terminated(self._run)
 
     def close(self) -> None:
-        """Of a run that did not come to its end, that it was stopped; `end` says otherwise."""
+        """Marks the run as stopped, unless `end` was called before."""
         if self._run:
             self._client.set_terminated(self._run, "KILLED")
 
 
 def _identity(path: Path, done: int, new: Callable[[], str]) -> str:
-    """By which a service knows the run: that of the part before, if there was one."""
+    """The identity by which a service knows the run: that of the part before, if there was one."""
     if done and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     identity = new()

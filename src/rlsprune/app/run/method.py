@@ -54,7 +54,7 @@ class Method(Protocol):
         """Whether no prune will come any more."""
 
     def follow(self, copy: nn.Module) -> None:
-        """From now on prunes a copy of the network (a moving average of it, say) as it prunes the network."""
+        """Prunes a copy of the network (a moving average of it, say) with the network from now on."""
 
     def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
         """What cutting a layer costs may be measured by this, which evaluates the network that the run keeps."""

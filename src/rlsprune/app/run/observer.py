@@ -32,7 +32,7 @@ class Observer:
         """
 
     def batch(self, number: int, loss: Tensor) -> None:
-        """That many batches of the epoch are done."""
+        """Is told how many batches of the epoch are done."""
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
         """An epoch is done: its line in the metrics, and what is left of every layer."""

@@ -67,12 +67,12 @@ class Recipe:
     """Whether torch may use only algorithms that give the same numbers every time; see `make_deterministic`."""
 
     def training_batches(self, split: Split, generator: torch.Generator, images_per_epoch: int) -> Batches:
-        """Of the training split, shuffled and augmented."""
+        """Batches of the training split, shuffled and augmented."""
         options = {"generator": generator, "images_per_epoch": images_per_epoch, "augment": self.augment}
         return self._batches(split, self.batch_size, **options)
 
     def evaluation_batches(self, split: Split) -> Batches:
-        """Of a split, in its order."""
+        """Batches of a split, in its order."""
         return self._batches(split, _EVALUATION_BATCH, shuffle=False)
 
     def example(self, count: int = 1) -> Tensor:

@@ -43,7 +43,7 @@ class Share:
         return inputs.tensor_split(self.ranks.size)[self.ranks.rank], own, weight
 
     def loss_of(self, network: nn.Module, loss: Loss) -> Loss:
-        """From a whole batch to the loss of this rank's part, weighted so that the ranks' mean is that of the batch."""
+        """The loss of this rank's part of a batch, weighted so that the ranks' mean is the batch's."""
 
         def weighted(inputs: Tensor, labels: Tensor) -> Tensor:
             inputs, labels, weight = self.of_batch(inputs, labels)
@@ -92,7 +92,7 @@ class Share:
         return model if self.ranks is None else DistributedDataParallel(model)
 
     def changed(self, network: nn.Module) -> None:
-        """To be called after every occasion on which the network inside may have been cut."""
+        """Must be called whenever the network inside may have been cut."""
         if isinstance(network, DistributedDataParallel):
             rebuild(network)
 
