@@ -58,7 +58,7 @@ class Operation:
         self.network, self.settings = network, settings
         self._example_inputs = example_inputs
         settings.check_graph(network.graph)
-        self.budget = Budget(network.model, example_inputs, settings.target)
+        self.budget = Budget(network.model, example_inputs, settings.cost_target)
         self._closed = False
         sampled = settings.needs_inverse and settings.statistics == "exact"
         # Last: an error before it leaves no hook behind.
@@ -121,6 +121,8 @@ class Operation:
         # Trials begin with the same network.
         source = cache(self._inverses) if aims or held_out_loss is not None else self._inverses
         settings = self.settings if held_out_loss is None else self._allocated(source, held_out_loss, undo)
+        if "inputs" in settings.target and settings.cost_target and self.budget.reached():
+            settings = self._inputs_alone(settings)
         removed = self._cut(settings, KnownInverses(source))
         if not removed or not aims or not self.budget.reached():
             return removed
@@ -134,6 +136,11 @@ class Operation:
                 too_little = share
         undo()
         return self._cut(settings.scaled(enough), KnownInverses(source))
+
+    def _inputs_alone(self, settings: Settings) -> Settings:
+        """For when the network is small enough, and only reads too much."""
+        groups = [group for group in self.network.graph if group.is_input]
+        return settings.shared_out({group.name: settings.ratio_of(group) for group in groups})
 
     def _allocated(self, source: InverseOf, held_out_loss: HeldOutLoss, undo: Callable[[], None]) -> Settings:
         """The settings of an event, with the ratios that cutting each layer on trial suggests."""
@@ -255,7 +262,15 @@ class Operation:
 
     def target_reached(self) -> bool:
         """Whether a target is reached: one answer for all ranks, of which each measures another latency."""
-        return self.network.first(self.budget.reached())
+        return self.network.first(self.reached())
+
+    def reached(self) -> bool:
+        """Whether a cost is as low as the target asks for, and the inputs are as few."""
+        settings = self.settings
+        few = all(group.size <= settings.least_inputs(group) for group in self.network.graph if group.is_input)
+        if "inputs" not in settings.target:
+            return self.budget.reached()
+        return few and (not settings.cost_target or self.budget.reached())
 
     def prunes_inputs(self) -> bool:
         """Whether features of the input may go."""
@@ -269,9 +284,11 @@ def _rounds(group: Group, settings: Settings) -> list[tuple[float, int, int]]:
     goes by such scores, it goes in rounds, each scored after the refit of the one before.
     """
     ratio = settings.ratio_of(group)
+    if group.is_input and ratio and "inputs" in settings.target:
+        ratio = max(ratio, 1 / group.size)  # one at least, or a small number would never be reached
     if not cut_size(ratio, group.size):
         return []
-    keep, round_to = (1, 1) if group.is_input else (settings.min_channels, settings.round_to)
+    keep, round_to = (settings.least_inputs(group), 1) if group.is_input else (settings.min_channels, settings.round_to)
     if settings.criterion != "obs" or not settings.compensate or ratio <= _AT_ONCE:
         return [(ratio, keep, round_to)]
     going = most_to_go(group.size, cut_size(ratio, group.size), keep, round_to)

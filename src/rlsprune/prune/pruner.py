@@ -19,7 +19,7 @@ from rlsprune.io import modelfile
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
-from rlsprune.model.selector import kept_inputs, strip_inputs
+from rlsprune.model.selector import full_in_features, kept_inputs, strip_inputs
 from rlsprune.model.sharded import obstacle
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
@@ -27,6 +27,7 @@ from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.gate import Decision, Gate
 from rlsprune.prune.operation import HeldOutLoss, Operation
+from rlsprune.prune.ranking import input_ranks
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork, inner
@@ -115,7 +116,9 @@ class Pruner:
             min_channels: What every layer keeps at least.
             round_to: Layers keep a multiple of this many channels, where they lose any.
             target: Stop at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
-                ``{"latency": 0.5}``. The last event removes no more than it takes to get there.
+                ``{"latency": 0.5}``. The last event removes no more than it takes to get there. ``{"inputs": 5}`` keeps
+                five flat input features (a float: that fraction of them) and prunes nothing else; with one of the
+                others, both are reached.
             tolerance: How much above the least loss at any prune so far counts as recovered, as a share of it.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
@@ -317,7 +320,7 @@ class Pruner:
     @property
     def target_reached(self) -> bool:
         """Whether the network is as small as ``target`` asks for; never without one."""
-        return self._operation.budget.reached()
+        return self._operation.reached()
 
     def close(self) -> None:
         """Removes the pruner's hooks from the model, which stays as it is. Nothing can be pruned after that."""
@@ -349,6 +352,22 @@ class Pruner:
         """
         kept = {group.name: kept_inputs(group.consumers[0].module) for group in self.groups if group.is_input}
         return kept if len(kept) > 1 else next(iter(kept.values()), None)
+
+    @property
+    def input_ranking(self) -> Tensor | dict[str, Tensor]:
+        """1 for input features that the network still uses, 2 for those that went last, and so on to the first.
+
+        By name, if the network has several inputs whose features can be pruned.
+        """
+        widths = {
+            group.name: full_in_features(layer)
+            for group in self.groups
+            if group.is_input and isinstance(layer := group.consumers[0].module, nn.Linear)
+        }
+        if not widths:
+            raise ValueError("the network reads no flat input features that could go: there is nothing to rank")
+        ranks = {name: input_ranks(name, width, self.history) for name, width in widths.items()}
+        return ranks if len(ranks) > 1 else next(iter(ranks.values()))
 
     def strip_inputs(self) -> nn.Module:
         """A copy of the model that takes only the kept input features."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from rlsprune.graph import ChannelGraph, Group
 from rlsprune.model.arguments import check_argument
+from rlsprune.model.selector import full_in_features
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import NAMES, Criterion
 from rlsprune.statistics.rows import has_rows
 
-TARGETS = ("params", "flops", "latency")
+TARGETS = ("params", "flops", "latency", "inputs")
 INVERSES = ("schur", "slice", "reset")
 """What may happen to the optimizer's P."""
 
@@ -53,7 +56,10 @@ class Settings:
             check_argument(option, count, isinstance(count, Integral) and int(count) >= 1, "a whole number, at least 1")
         check_argument("target", self.target, isinstance(self.target, Mapping), 'a mapping such as {"params": 0.1}')
         for what, share in self.target.items():
-            check_argument("target", self.target, what in TARGETS and 0 < share < 1, f"{'/'.join(TARGETS)} → in (0, 1)")
+            counted = what == "inputs" and isinstance(share, Integral) and share >= 1
+            valid = what in TARGETS and isinstance(share, Real) and (counted or 0 < share < 1)
+            expected = f"{'/'.join(TARGETS)} → in (0, 1), or a number of inputs"
+            check_argument("target", self.target, valid, expected)
         if self.statistics == "training" and self.needs_inverse and not isinstance(self.optimizer, RLS):
             raise ValueError(
                 f"statistics='training' is RLS's own P, and the optimizer is {type(self.optimizer).__name__}: "
@@ -65,8 +71,22 @@ class Settings:
         """Whether P is needed at all."""
         return self.compensate or (isinstance(self.criterion, str) and self.criterion != "l1")
 
+    @property
+    def cost_target(self) -> dict[str, float]:
+        """The target but for the inputs."""
+        return {what: share for what, share in self.target.items() if what != "inputs"}
+
+    def least_inputs(self, group: Group) -> int:
+        """How many features of an input stay at least."""
+        asked = self.target.get("inputs", 1)
+        layer = group.consumers[0].module
+        assert isinstance(layer, nn.Linear)
+        return int(asked) if isinstance(asked, Integral) else max(1, math.ceil(asked * full_in_features(layer) - 1e-9))
+
     def ratio_of(self, group: Group) -> float:
-        """ξ of one group; 0 if it is left alone."""
+        """ξ of one group; 0 if it is left alone, as all but the inputs are with a target of inputs alone."""
+        if not group.is_input and self.target.keys() == {"inputs"}:
+            return 0.0
         if group.is_input and self.input_ratio is not None:
             return self.input_ratio
         if isinstance(self.ratio, Mapping):
@@ -89,6 +109,11 @@ class Settings:
     def check_graph(self, graph: ChannelGraph) -> None:
         """Refuses ratios for layers that cannot be pruned, and to use the P of layers that have none."""
         known = {name for group in graph for name in _names(group)}
+        inputs = sum(group.is_input for group in graph)
+        if "inputs" in self.target and not inputs:
+            raise ValueError(f"target={dict(self.target)}: the network reads no flat input features that could go")
+        if inputs > 1 and isinstance(self.target.get("inputs"), Integral):
+            raise ValueError(f"target={dict(self.target)}: there are {inputs} inputs; give a fraction of each")
         unknown = set(self.ratio) - known if isinstance(self.ratio, Mapping) else set()
         if unknown:
             raise ValueError(f"ratio names {sorted(unknown)}, which cannot be pruned; there are {sorted(known)}")

@@ -84,7 +84,7 @@ def _of(name: str, **options: Any) -> Callable[[Array, Array], float]:
     """A function of `sklearn.metrics`, loaded when it is called."""
 
     def score(given: Array, labels: Array) -> float:
-        from sklearn import metrics  # type: ignore[import-untyped]
+        from sklearn import metrics
 
         with warnings.catch_warnings():  # of classes that a split has none of
             warnings.simplefilter("ignore", UserWarning)

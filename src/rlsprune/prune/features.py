@@ -1,0 +1,130 @@
+"""Input features that go one after another: which one is missed least, on rows that were not trained on.
+
+A feature goes as a pruned channel does: the layer that reads it is refitted, so that the features that stay stand in
+for it as well as least squares lets them. What is lost is its residual, r = (Z P)_d / P_dd, where Z are the inputs with
+a column of ones and P is their inverse autocorrelation. So the layer's output without feature d is known without any
+refit: y − r·W_d. The held-out loss of that says what the feature is worth. Noise scores about zero, however large the
+weights are that over-fit it; of two features that say the same, each scores low as long as the other is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.model.modes import evaluating
+from rlsprune.statistics.inverse import DenseInverse
+
+__all__ = ["Elimination", "Fold", "inverse_autocorrelation", "removal_losses"]
+
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) → the loss of each row."""
+
+_DAMPING = 1e-3  # of the mean diagonal
+_ENTRIES = 2**22  # of hidden values that are worked on at a time
+
+
+def inverse_autocorrelation(inputs: Tensor) -> Tensor:
+    """P of rows with a column of ones last, slightly damped, in float64."""
+    rows = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.double)], 1)
+    A = rows.mT @ rows / len(rows)
+    A.diagonal().add_(_DAMPING * float(A.diagonal().mean()))
+    return torch.cholesky_inverse(torch.linalg.cholesky(A))
+
+
+@torch.no_grad()
+def removal_losses(model: nn.Sequential, P: Tensor, inputs: Tensor, targets: Tensor, loss: RowLoss) -> Tensor:
+    """The mean loss without each feature, in float64.
+
+    Args:
+        model: Its first layer is an `nn.Linear` with a bias that reads the features.
+        P: Of the features that the network was trained on, and of a column of ones.
+        inputs: Held-out rows.
+        targets: Of these rows.
+        loss: Of each row.
+    """
+    layer, rest = model[0], model[1:]
+    assert isinstance(layer, nn.Linear)
+    rows = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.double)], 1)
+    residuals = ((rows @ P)[:, :-1] / P.diagonal()[:-1]).to(inputs)
+    found: list[Tensor] = []
+    with evaluating(model):
+        whole = layer(inputs)
+        for features in torch.split(torch.arange(inputs.shape[1]), max(1, _ENTRIES // max(whole.numel(), 1))):
+            without = whole - residuals[:, features].mT[:, :, None] * layer.weight[:, features].mT[:, None]
+            outputs = rest(without.flatten(0, 1))
+            each = loss(outputs, targets.repeat(len(features), *(1,) * (targets.dim() - 1)))
+            found.append(each.double().view(len(features), len(inputs)).mean(1))
+    return torch.cat(found)
+
+
+@dataclass
+class Fold:
+    """A network, the rows that it is trained on, and those that it is judged by."""
+
+    network: nn.Sequential
+    train: Tensor
+    held_out: Tensor
+
+
+class Elimination:
+    """Takes features from several networks alike, each time the one that their held-out rows miss least.
+
+    Args:
+        folds: The networks, trained on all features.
+        inputs: All rows.
+        targets: Of all rows.
+        loss: Of each row.
+    """
+
+    def __init__(self, folds: Sequence[Fold], inputs: Tensor, targets: Tensor, loss: RowLoss) -> None:
+        self._folds, self._inputs, self._targets, self.loss = folds, inputs, targets, loss
+        self.left = list(range(inputs.shape[1]))
+        """The features that are left, ascending."""
+        self.gone: list[int] = []
+        """Those that went, the first first."""
+
+    def rows(self, which: Tensor) -> tuple[Tensor, Tensor]:
+        """The features that are left, and the targets, of some rows."""
+        return self._inputs[which][:, self.left], self._targets[which]
+
+    @torch.no_grad()
+    def held_out(self) -> tuple[float, float]:
+        """The mean loss of the rows of all folds, and the standard error of that mean."""
+        losses = []
+        for fold in self._folds:
+            inputs, targets = self.rows(fold.held_out)
+            with evaluating(fold.network):
+                losses.append(self.loss(fold.network(inputs), targets).double())
+        all_rows = torch.cat(losses)
+        return float(all_rows.mean()), float(all_rows.std() / len(all_rows) ** 0.5) if len(all_rows) > 1 else 0.0
+
+    @torch.no_grad()
+    def take(self, count: int) -> None:
+        """Takes the features that are missed least, one by one, and refits the networks each time."""
+        inverses = [inverse_autocorrelation(self.rows(fold.train)[0]) for fold in self._folds]
+        for _ in range(min(count, len(self.left) - 1)):
+            losses = torch.zeros(len(self.left), dtype=torch.double)
+            for fold, P in zip(self._folds, inverses, strict=True):
+                inputs, targets = self.rows(fold.held_out)
+                losses += len(targets) * removal_losses(fold.network, P, inputs, targets, self.loss)
+            worst = int(losses.nan_to_num(torch.inf).argmin())
+            inverses = [_without(fold.network, P, worst) for fold, P in zip(self._folds, inverses, strict=True)]
+            self.gone.append(self.left.pop(worst))
+
+
+def _without(model: nn.Sequential, P: Tensor, feature: int) -> Tensor:
+    """Takes a feature from a network's first layer, refits what stays, and gives the P that is left."""
+    layer = model[0]
+    assert isinstance(layer, nn.Linear)
+    removal = DenseInverse(P).without(torch.tensor([feature]))
+    whole = torch.cat([layer.weight, layer.bias[:, None]], 1).mT.double()
+    refitted = removal.refit(whole).mT.to(layer.weight)
+    smaller = nn.Linear(layer.in_features - 1, layer.out_features).to(layer.weight)
+    smaller.weight.copy_(refitted[:, :-1])
+    smaller.bias.copy_(refitted[:, -1])
+    model[0] = smaller
+    return removal.left().P
