@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
+import inspect
 import io
 import re
 import shlex
@@ -14,6 +16,7 @@ import pytest
 import torch
 import typer
 
+import rlsprune
 from rlsprune.app.cli.app import app
 from rlsprune.app.cli.main import main
 
@@ -102,3 +105,20 @@ def test_commands_and_links_exist(page: Path) -> None:
     assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(((?!https?:)[^)#]+)", text):
         assert (page.parent / link).exists(), link
+
+
+def test_readme_is_read_in_two_minutes() -> None:
+    text = re.sub(r"^```.*?^```$", "", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert len(text.split()) <= 550
+
+
+def test_defaults_in_the_settings_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| `(RLS|Pruner)\((.+?)\)` \| (.+?) \|", page, re.MULTILINE)
+    assert len(found) >= 11
+    for owner, settings, shown in found:
+        signature = inspect.signature(getattr(rlsprune, owner))
+        names = [setting.partition("=")[0] for setting in settings.split(", ")]
+        defaults = [signature.parameters[name].default for name in names]
+        values = [None if value == "none" else ast.literal_eval(value.strip("`")) for value in shown.split(", ")]
+        assert values == defaults, names
