@@ -21,10 +21,9 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import re
 import resource
-import subprocess
-import sys
 import time
 import traceback
 import warnings
@@ -35,8 +34,12 @@ from typing import Any
 import torch
 from torch import nn
 
+import rlsprune
+
 RECORD = Path("docs/results/zoo")
 RATIO = 0.3
+Maker = Callable[[], tuple[nn.Module, Any]]
+"""Makes a network and an example of its input."""
 SECONDS, GIGABYTES = 600, 8
 # Words of names, the smallest networks first.
 _SMALL = (
@@ -47,7 +50,7 @@ _SMALL = (
 _IMAGE = 64
 
 
-def torchvision_families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+def torchvision_families() -> dict[str, Maker]:
     """A small network per family of torchvision."""
     names = (
         *("alexnet", "vgg11_bn", "resnet18", "resnext50_32x4d", "densenet121", "googlenet", "inception_v3"),
@@ -74,7 +77,7 @@ def torchvision_families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
     return {f"torchvision/{name}": lambda name=name: make(name) for name in names}
 
 
-def timm_families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+def timm_families() -> dict[str, Maker]:
     """A small network per family of timm."""
     timm = importlib.import_module("timm")
     found = {}
@@ -146,7 +149,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
 _IMAGES = {"ViT", "DeiT", "Beit", "Dinov2", "Data2VecVision", "Swin", "ConvNext", "Segformer", "ResNet", "CLIPVision"}
 
 
-def transformers_families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+def transformers_families() -> dict[str, Maker]:
     """Common architectures of transformers, with few layers of full width."""
 
     def make(name: str, options: dict[str, Any]) -> tuple[nn.Module, Any]:
@@ -172,7 +175,7 @@ def transformers_families() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
     }
 
 
-def families(library: str | None = None) -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+def families(library: str | None = None) -> dict[str, Maker]:
     """All of them that are installed, or those of one library."""
     warnings.filterwarnings("ignore")
     declare_operators()
@@ -206,15 +209,12 @@ def block_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in {id(p): p for block in blocks for p in block.parameters()}.values())
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, make: Maker) -> dict[str, Any]:
     """Prune one network once."""
-    import rlsprune
-
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     found: dict[str, Any] = {"network": name}
     try:
-        model, example = families(name.partition("/")[0])[name]()
+        model, example = make()
     except Exception as error:
         return {**found, "unavailable": f"{type(error).__name__}: {error}"[:300]}
     model.eval()
@@ -252,27 +252,32 @@ def measure(name: str) -> dict[str, Any]:
 def run(names: list[str], record: Path, part: tuple[int, int] = (0, 1)) -> None:
     """Every network that is not in the record yet, each in a process of its own."""
     record.mkdir(parents=True, exist_ok=True)
-    chosen = [name for name in families() if not names or name in names or name.partition("/")[0] in names]
-    for name in chosen[part[0] :: part[1]]:
+    library = names[0] if len(names) == 1 and "/" not in names[0] else None
+    made = families(library)
+    torch.set_num_threads(1)
+    for name in [name for name in made if library or not names or name in names][part[0] :: part[1]]:
         path = record / f"{name.replace('/', '-')}.json"
         if path.exists():
             continue
-        command = [sys.executable, "-m", "benchmarks.quality.zoo", "one", name]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=SECONDS, check=False, preexec_fn=_limit
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            ended = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            found = json.loads(lines[-1]) if lines else {"network": name, "foreign_error": f"ended: {ended}"[:300]}
-        except subprocess.TimeoutExpired:
-            found = {"network": name, "unavailable": f"took more than {SECONDS} s"}
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(_line(found), flush=True)
+        # Forked, so that the libraries are imported once.
+        process = multiprocessing.get_context("fork").Process(target=_record, args=(name, made[name], path))
+        process.start()
+        process.join(SECONDS)
+        if process.is_alive():
+            process.kill()
+            _write(path, {"network": name, "unavailable": f"took more than {SECONDS} s"})
+        elif not path.exists():
+            _write(path, {"network": name, "unavailable": f"ended with {process.exitcode}"})
+        print(_line(json.loads(path.read_text())), flush=True)
 
 
-def _limit() -> None:
+def _record(name: str, make: Maker, path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
+    _write(path, measure(name, make))
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -314,16 +319,14 @@ def draw(record: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "one", "draw"))
+    parser.add_argument("what", choices=("run", "draw"))
     parser.add_argument("networks", nargs="*")
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth from the Ith on"
     )
     args = parser.parse_args()
-    if args.what == "one":
-        print(json.dumps(measure(args.networks[0])))
-    elif args.what == "run":
+    if args.what == "run":
         run(args.networks, args.record, tuple(args.part))
     else:
         draw(args.record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -214,3 +215,21 @@ def test_recurrent_layers_and_embeddings_are_counted(
     weights = sum(ways * gates * 32 * (width + 32) for width in widths)
     assert count(model, torch.randint(50, (batch, steps)))[1] == 2 * batch * (steps * weights + 32 * ways * 3)
     assert weight_count(model) == weights + 50 * 16 + 32 * ways * 3
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"cannot run on example_inputs of shape \(2, 3\): RuntimeError: mat1"):
+        profile(nn.Linear(5, 4), torch.randn(2, 3))
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 4))
+    model[0].lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"lock \(lock\) of module '0' cannot be copied \(TypeError: cannot pickle"):
+        profile(model, torch.randn(2, 5))
+
+
+def test_activations_that_a_module_keeps_in_a_dict_are_no_obstacle() -> None:
+    model = nn.Linear(5, 4)
+    model.cache = {"last": model(torch.randn(2, 5)), "parts": [model.weight * 2]}
+    assert profile(model, torch.randn(2, 5), min_seconds=0).params == 24

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
+from rlsprune.model.calls import ExampleInputs, as_call, explained_run, output_tensors
 
 # Functions whose result holds the same features along its last dimension, or a flattened image's.
 _SAME_FEATURES = {
@@ -47,14 +47,6 @@ class Call:
         items = [*enumerate(self.args), *self.kwargs.items()]
         found = {f"input[{key}]": x for key, x in items if isinstance(x, Tensor) and x.is_floating_point()}
         return {"input": next(iter(found.values()))} if len(items) == 1 and found else found
-
-    def describe(self) -> str:
-        """The shapes of the arguments."""
-
-        def shape(value: Any) -> str:
-            return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-        return ", ".join([*map(shape, self.args), *(f"{key}={shape(value)}" for key, value in self.kwargs.items())])
 
 
 @dataclass
@@ -108,13 +100,14 @@ def observe(model: nn.Module, call: Call, following: AbstractContextManager[None
     raw = call.named_tensors()
     watch = _RawInputs(model, raw)
     # Without gradients, hooks that watch the training (ours, say) do not take part and are not taken for readers.
-    with torch.no_grad(), hooked(model.modules(), enter, leave), watch, following:
-        try:
-            output = model(*call.args, **call.kwargs)
-        except Exception as error:
-            raise ValueError(
-                f"the model cannot run on example_inputs of shape {call.describe()}: {type(error).__name__}: {error}"
-            ) from error
+    with (
+        explained_run(call.args, call.kwargs),
+        torch.no_grad(),
+        hooked(model.modules(), enter, leave),
+        watch,
+        following,
+    ):
+        output = model(*call.args, **call.kwargs)
     for tensor in output_tensors(output):
         watch.note(tensor, "the network's output")
     return Observation(calls, sources, watch.seen), output

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "bare_copy",
     "batch_size",
     "device_of",
+    "explained_run",
     "measurable",
     "output_tensors",
     "unwrap",
@@ -42,6 +44,24 @@ def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, A
         return tuple(example_inputs), {}
     kind = type(example_inputs).__name__
     raise TypeError(f"example_inputs is a {kind}: give a tensor, a tuple of arguments or a dict of keyword arguments")
+
+
+@contextmanager
+def explained_run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Within it, an error of the model's forward becomes one that names the inputs it was called with."""
+
+    def shape(value: Any) -> str:
+        return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        given = ", ".join([*map(shape, args), *(f"{key}={shape(value)}" for key, value in kwargs.items())])
+        raise ValueError(
+            f"the model cannot run on example_inputs of shape {given}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def output_tensors(output: Any) -> list[Tensor]:
@@ -134,8 +154,26 @@ def _copied(model: nn.Module, parameters: Mapping[Tensor, Tensor]) -> nn.Module:
         for module in divided:
             own = {key: value for key, value in vars(module).items() if not key.startswith("__composable_api")}
             vars(memo[id(module)]).update(copy.deepcopy(own, memo))
-        copied: nn.Module = copy.deepcopy(model, memo)
+        try:
+            copied: nn.Module = copy.deepcopy(model, memo)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"{_uncopied(model, memo)} cannot be copied ({why}): give it a __deepcopy__") from error
     return copied
+
+
+def _uncopied(model: nn.Module, memo: dict[int, Any]) -> str:
+    """What of a model cannot be copied."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in ("_modules", "_parameters", "_buffers"):
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    return f"{key} ({type(value).__name__}) of module {name!r}" if name else f"{key} of the model"
+    return "the model"
 
 
 def device_of(model: nn.Module, call: object) -> torch.device:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlsprune.model.calls import ExampleInputs, device_of, unwrap
+from rlsprune.model.calls import ExampleInputs, device_of, explained_run, unwrap
 from rlsprune.model.modes import inference, plain_attention
 
 __all__ = [
@@ -281,8 +281,12 @@ def latencies(calls: Sequence[tuple[nn.Module, ExampleInputs]], *, min_seconds: 
     """
     times: list[list[float]] = [[] for _ in calls]
     with contextlib.ExitStack() as stack:
-        timers = [_timer(*stack.enter_context(inference(*call))) for call in calls]
-        first = [timer.timeit(1).median for timer in timers]  # it warms up, and tells how many make a round
+        timers, first = [], []
+        for call in calls:
+            model, args, kwargs = stack.enter_context(inference(*call))
+            timers.append(_timer(model, args, kwargs))
+            with explained_run(args, kwargs):
+                first.append(timers[-1].timeit(1).median)  # it warms up, and tells how many make a round
         runs = [max(1, round(_ROUND_SECONDS / max(seconds, 1e-9))) for seconds in first]
         spent = 0.0
         while spent < min_seconds * len(calls) or len(times[0]) < _MIN_TIMES:
