@@ -59,20 +59,28 @@ def killed(ranks: int, arguments: list[str], out: Path, rng: random.Random, seco
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    children: list[int] = []
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(rng.uniform(0, seconds))
+            assert process.wait(rng.uniform(0, seconds)) == 0, "it ended by itself"
             return False
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        victim = rng.choice([process.pid, *map(int, children)])
+        found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = [int(pid) for pid in found]
+        victim = rng.choice([process.pid, *children])
         os.kill(victim, signal.SIGKILL)
-        if victim == process.pid:  # nobody is left to end the ranks, as when a machine loses its launcher
-            os.killpg(process.pid, signal.SIGKILL)
+        if victim == process.pid:
+            end(children)  # as when a machine is gone: ranks have sessions of their own
         process.wait(120)
         return True
     finally:
+        end([process.pid, *children])
+        process.wait()
+
+
+def end(pids: list[int]) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 __all__ = ["joined", "leads", "started_by_torchrun"]
 
-_TIMEOUT = timedelta(minutes=10)  # for the slowest thing that one rank does alone: writing, or measuring a latency
+_TIMEOUT = 600.0  # seconds, for the slowest thing that one rank does alone: writing, or measuring a latency
 
 
 def started_by_torchrun() -> bool:
@@ -33,7 +33,8 @@ def joined() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    timeout = timedelta(seconds=float(os.environ.get("RLSPRUNE_TIMEOUT", _TIMEOUT)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
     yield
     # Not after an error: the others would have to be waited for. All leave together: torchrun ends the ranks that are
     # still at work, writing what the run delivers, if one that has left fails at its very end.
