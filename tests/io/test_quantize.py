@@ -57,3 +57,18 @@ def test_bad_arguments_leave_the_old_file(tmp_path: Path) -> None:
             rlsprune.quantize_onnx(exact, small, batches)
     assert small.read_text() == "kept"
     assert {path.name for path in tmp_path.iterdir()} == {"exact.onnx", "small.onnx"}
+
+
+def test_columns_of_very_different_ranges_keep_their_say(tmp_path: Path) -> None:
+    """One scale for all columns would round the small ones, which decide here, to nothing."""
+    torch.manual_seed(0)
+    scales = torch.tensor([4000.0, 1.0, 0.01, 0.5])
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
+    with torch.no_grad():
+        model[0].weight /= scales
+    inputs = torch.rand(256, 4) * scales
+    exact, small = tmp_path / "exact.onnx", tmp_path / "small.onnx"
+    rlsprune.export_onnx(model, inputs[:2], exact)
+    rlsprune.quantize_onnx(exact, small, inputs.split(64))
+    wanted, got = outputs(exact, inputs), outputs(small, inputs)
+    assert 0 < np.abs(wanted - got).max() < 0.05 * np.abs(wanted).max()

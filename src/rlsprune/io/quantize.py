@@ -11,18 +11,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from rlsprune.io.atomic import replacing
 
 __all__ = ["quantize_onnx"]
 
+_CARRIERS = ("Cast", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+
 
 def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], batches: Iterable[Any]) -> None:
     """Writes an ONNX file with 8-bit weights and activations. Needs the extra `rlsprune[onnx]`.
 
-    Weights are scaled channel by channel, activations by the range they have on the given batches. Accuracy has to be
-    measured afterwards: it changes, mostly by little.
+    Weights are scaled channel by channel, activations by the range they have on the given batches. Layers that read
+    columns of very different ranges, as those of a table are, stay in floating point: one scale for all would round the
+    small ones to nothing. Accuracy has to be measured afterwards: it changes, mostly by little.
 
     Args:
         source: A file with one input, as `rlsprune.export_onnx` writes it.
@@ -80,10 +84,37 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
             per_channel=True,
             weight_type=tools.QuantType.QInt8,
             activation_type=tools.QuantType.QUInt8,
+            nodes_to_exclude=_first_layers(prepared) if _ranges_differ(feeds) else [],
             # Without it, x86 processors that lack VNNI saturate their 16-bit sums in silence: outputs were 13 % off.
             reduce_range=True,
         )
         _session(runtime, temporary).run(None, feeds[0])  # a file that does not run must not take its place
+
+
+def _ranges_differ(feeds: list[dict[str, Any]]) -> bool:
+    """Whether the inputs are rows whose usual column has less than an eighth of the range of the widest."""
+    arrays = [array for feed in feeds for array in feed.values()]
+    if any(array.ndim != 2 or array.dtype.kind != "f" for array in arrays):
+        return False
+    ranges = np.max([np.abs(array).max(0) for array in arrays], 0)
+    return bool(np.median(ranges[ranges > 0]) < ranges.max() / 8) if ranges.any() else False
+
+
+def _first_layers(path: Path) -> list[str]:
+    """The names of the nodes that compute with the network's inputs; those that only pick or reshape do not."""
+    onnx: Any = importlib.import_module("onnx")
+    graph = onnx.load(str(path)).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    carried = {node.name for node in graph.input} - weights
+    found = []
+    for node in graph.node:  # in the order in which they run
+        if carried.isdisjoint(node.input):
+            continue
+        if node.op_type in _CARRIERS:
+            carried.update(node.output)
+        else:
+            found.append(node.name)
+    return found
 
 
 def _session(runtime: Any, path: str | os.PathLike[str]) -> Any:

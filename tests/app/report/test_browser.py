@@ -236,3 +236,44 @@ def test_page_of_a_run_in_progress_reloads_itself(
         time.sleep(0.1)
     assert "In progress" not in text(driver, "header")
     assert driver.execute_script("return document.body.dataset.reload") is None
+
+
+def test_every_layer_has_a_strip_that_shows_what_is_left(fitted: Path, show: Callable[..., Any]) -> None:
+    driver = show(fitted)
+    last = RunFolder(fitted).read_lines("metrics")[-1]["layers"]
+    ends = driver.execute_script("return [...document.querySelectorAll('.strip text.end')].map((e) => e.textContent)")
+    assert [float(text.removesuffix(" %")) for text in ends] == [
+        pytest.approx(layer["nodes_percent"], rel=5e-3) for layer in last
+    ]
+    strip = driver.find_element("css selector", ".strip")
+    driver.execute_script("arguments[0].focus()", strip)
+    press(driver, "\ue011")  # Home
+    assert strip.get_attribute("aria-valuetext").startswith("epoch 1, input 100.00 %")
+
+
+def test_axis_of_the_score_shows_the_end_and_the_start_when_asked(copy: Path, show: Callable[..., Any]) -> None:
+    folder = RunFolder(copy)
+    lines = folder.read_lines("metrics")
+    for line, accuracy in zip(lines, (10.0, 97.0, 97.4, 97.6), strict=True):
+        line["accuracy"] = accuracy
+    folder.write_lines("metrics", lines)
+    driver = show(copy)
+    script = (
+        "const chart = document.querySelectorAll('.chart')[1];"
+        "return [...chart.querySelectorAll('text[text-anchor=end]')].map((e) => Number(e.textContent)).filter((v) => v)"
+    )
+    assert min(driver.execute_script(script)) > 90
+    assert "97.60 %" in text(driver, ".chart:nth-child(2) text.end")
+    driver.find_element("css selector", ".chart:nth-child(2) input").click()
+    assert min(driver.execute_script(script)) <= 20
+
+
+def test_names_fit_on_a_phone(fitted: Path, show: Callable[..., Any]) -> None:
+    driver = show(fitted, width=360)
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= 360
+    outside = driver.execute_script(
+        "return [...document.querySelectorAll('.layer .name, .names li, .strip text, .layers th')].filter((e) => {"
+        "const box = e.getBoundingClientRect(); return box.width && (box.left < 0 || box.right > 360); })"
+        ".map((e) => e.textContent)"
+    )
+    assert outside == []

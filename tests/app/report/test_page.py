@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rlsprune.app.cli.main import main
 from rlsprune.app.report import write_report
 from rlsprune.app.report.figures import draw_network, ranges
+from rlsprune.app.report.page import _describe
 from rlsprune.app.report.runs import ReportedLayer, read_runs
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io.atomic import FileError
@@ -326,3 +327,36 @@ def test_report_says_what_to_install() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert 'pip install "rlsprune[cli]"' in result.stderr
+
+
+def test_run_of_fit_says_how_to_use_it_and_what_it_reads(fitted: Path, tmp_path: Path) -> None:
+    page = write_report([fitted], tmp_path / "page.html").read_text()
+    summary = RunFolder(fitted).read_summary()
+    for line in (
+        "from predict import Model",
+        "model = Model()",
+        "model.predict(&#34;rows.csv&#34;)",
+        "model-int8.onnx",
+    ):
+        assert line in page
+    assert f"{summary['int8_accuracy']:.2f} %" in page
+    kept = summary["kept_inputs"]
+    assert 0 < len(kept) < 8
+    read = page[page.index('<ul class="names">') : page.index("that are not read")]
+    assert [f"feature {index}<" in read for index in range(8)] == [index in kept for index in range(8)]
+
+
+def test_a_network_alone_is_not_said_to_be_ready_for_use(runs: dict[str, Path], tmp_path: Path) -> None:
+    assert "Use it" not in write_report([runs["rls"]], tmp_path / "page.html").read_text()
+
+
+def test_no_table_has_cells_for_layers_that_are_not_there(runs: dict[str, Path], fitted: Path, tmp_path: Path) -> None:
+    page = write_report([runs["rls"], fitted], tmp_path / "page.html").read_text()
+    assert page.count('<table class="layers">') == 2
+    alike = write_report([runs["rls"], runs["l1-norm"]], tmp_path / "alike.html").read_text()
+    assert alike.count('<table class="layers">') == 1
+
+
+def test_many_layers_that_change_alike_are_named_together() -> None:
+    layers = [(f"conv{number}", 16, 10) for number in range(5)] + [("fc", 8, 6), ("out", 3, 3)]
+    assert _describe({"layers": layers}) == "5 layers, conv0 … conv4: 16 → 10, fc 8 → 6"

@@ -45,6 +45,9 @@ class Inputs:
     height: int
     listed: str
     """Their indices."""
+    read: tuple[str, ...]
+    """The names of those that are read, and of the others; empty where the inputs have none."""
+    left_out: tuple[str, ...]
 
 
 def draw_network(layers: Sequence[ReportedLayer], unit: str = "channels") -> list[Slice]:
@@ -76,7 +79,10 @@ def draw_inputs(run: ReportedRun) -> Inputs | None:
     if len(shape) == 3 and shape[0] == 1 and total <= _MOST_PIXELS:
         _, height, width = shape
         image = data_uri(_pixels(kept, _mean(run, summary, total)), width, height)
-    return Inputs(len(kept), total, image, width, height, ranges(sorted(kept)))
+    names = _names(run, total)
+    read = tuple(name for index, name in enumerate(names) if index in kept)
+    left_out = tuple(name for index, name in enumerate(names) if index not in kept)
+    return Inputs(len(kept), total, image, width, height, ranges(sorted(kept)), read, left_out)
 
 
 def ranges(indices: Sequence[int]) -> str:
@@ -88,6 +94,13 @@ def ranges(indices: Sequence[int]) -> str:
         else:
             runs.append([index, index])
     return ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in runs)
+
+
+def _names(run: ReportedRun, total: int) -> list[str]:
+    """Of a table's columns, where the config has them."""
+    columns = run.config.get("columns") or []
+    sound = isinstance(columns, list) and len(columns) == total
+    return [str(name) for name in columns] if sound else []
 
 
 def _shape(run: ReportedRun, summary: dict[str, Any]) -> list[int]:

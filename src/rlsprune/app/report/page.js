@@ -9,7 +9,7 @@
   const sentence = (words) => words[0].toUpperCase() + words.slice(1);
   const CHARTS = [
     { title: "Loss", log: true, keys: { train_loss: "training", test_loss: "test", gate_loss: "gate's loss", gate_level: "gate: prune below" } },
-    { title: `${sentence(metrics.join(" / "))} on the test set`, unit: metrics.length === 1 ? runs[0].unit : "", keys: { score: metrics.join(" / ") } },
+    { title: `${sentence(metrics.join(" / "))} on the test set`, unit: metrics.length === 1 ? runs[0].unit : "", focus: true, keys: { score: metrics.join(" / ") } },
     { title: "What is left of the network", unit: " %", zero: true, keys: { weights_percent: "weights", flops_percent: "FLOPs" } },
   ];
   let axis = "epoch", cursor = null;
@@ -60,6 +60,13 @@
       for (const factor of factors) marks.push(Number((factor * 10 ** power).toPrecision(6)));
     return marks.filter((mark) => mark >= low && mark <= high);
   }
+  /** The values that an axis is made for: all, or those of the last part of each run, where the result is. */
+  function wanted(curves, chart) {
+    const end = (values) => (chart.focused ? values.slice(-Math.max(2, Math.ceil(values.length * 0.6))) : values);
+    const drawable = (value) => typeof value === "number" && (!chart.logarithmic || value > 0);
+    const values = curves.flatMap((curve) => end(curve.values).filter(drawable));
+    return values.length ? values : curves.flatMap((curve) => curve.values.filter(drawable));
+  }
   function range(values, chart) {
     let low = Math.min(...values), high = Math.max(...values);
     if (chart.logarithmic) return low === high ? [low / 2, high * 2] : [low / 1.08, high * 1.08];
@@ -71,7 +78,8 @@
   // --- one chart --------------------------------------------------------------------------------------------------------
 
   class Chart {
-    constructor({ title, unit = "", log = false, zero = false, keys }) {
+    constructor({ title, unit = "", log = false, zero = false, focus = false, keys }) {
+      this.height = HEIGHT; this.focus = this.focused = focus;
       this.title = title; this.unit = unit; this.zero = zero; this.logarithmic = log; this.keys = keys;
       this.key = Object.keys(keys)[0]; // the one that is compared, when there are several runs
       if (!single && keys.test_loss) this.key = "test_loss";
@@ -100,6 +108,11 @@
         const box = html("input", { type: "checkbox", checked: "" });
         box.addEventListener("change", () => { this.logarithmic = box.checked; this.draw(); });
         this.bar.append(html("label", { class: "choice" }, box, "logarithmic"));
+      }
+      if (this.focused) {
+        const box = html("input", { type: "checkbox" });
+        box.addEventListener("change", () => { this.focused = !box.checked; this.draw(); });
+        this.bar.append(html("label", { class: "choice" }, box, "from the start"));
       }
       this.numbers.addEventListener("toggle", () => this.list());
     }
@@ -144,7 +157,7 @@
 
     draw() {
       const curves = this.visible(), width = Math.max(240, this.plot.clientWidth);
-      const all = curves.flatMap((curve) => curve.values).filter((value) => typeof value === "number" && (!this.logarithmic || value > 0));
+      const all = wanted(curves, this);
       const picture = svg("svg", { height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, "aria-hidden": "true" });
       this.plot.replaceChildren(picture, this.tip);
       this.drawLegend();
@@ -166,12 +179,24 @@
         picture.append(svg("text", { x: this.x(mark), y: bottom + 16, "text-anchor": "middle" }, axis === "epoch" ? String(mark) : duration(mark)));
       picture.append(svg("text", { x: right, y: HEIGHT - 3, "text-anchor": "end" }, axis === "epoch" ? "epoch" : "training time"));
       if (single) this.drawEvents(picture, runs[0], top, bottom);
-      for (const curve of curves) this.drawCurve(picture, curve);
+      // What lies outside of the axis is cut off at its edge.
+      const inside = svg("svg", { x: left, y: top - 8, width: right - left + MARGIN.right, height: bottom - top + 16, viewBox: `${left} ${top - 8} ${right - left + MARGIN.right} ${bottom - top + 16}`, overflow: "hidden" });
+      picture.append(inside);
+      for (const curve of curves) this.drawCurve(inside, curve);
+      this.shows = (value) => value >= low && value <= high;
+      if (single && this.focus) this.drawEnd(picture, curves[0], right);
       this.overlay = svg("g", {});
       picture.append(this.overlay);
       this.mark(cursor, null);
     }
 
+    /** The last value, in words. */
+    drawEnd(picture, curve, right) {
+      const value = curve.values[curve.values.length - 1];
+      if (typeof value !== "number" || !this.shows(value)) return;
+      const below = this.y(value) < MARGIN.top + 22;
+      picture.append(svg("text", { class: "end", x: right, y: this.y(value) + (below ? 20 : -9), "text-anchor": "end" }, shown(value, this.unit)));
+    }
     drawEvents(picture, run, top, bottom) {
       for (const event of run.events) {
         const x = this.x(run[axis][event.epoch - 1]);
@@ -225,7 +250,7 @@
       this.tip.hidden = true;
       if (x === null || x === undefined) return;
       const place = this.x(x);
-      this.overlay.append(svg("line", { class: "cursor", x1: place, x2: place, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
+      this.overlay.append(svg("line", { class: "cursor", x1: place, x2: place, y1: MARGIN.top, y2: this.height - MARGIN.bottom }));
       const rows = [], events = [];
       for (const curve of this.visible()) {
         const xs = curve.run[axis], index = nearest(xs, x), value = curve.values[index];
@@ -234,12 +259,13 @@
           if (event.epoch === curve.run.epoch[index]) events.push(`${single ? "" : `${curve.name}, `}${event.kind === "roll-back" ? "rolled back" : "pruned"}: ${event.text}`);
         if (typeof value !== "number") continue;
         rows.push([curve, value]);
-        if (!this.logarithmic || value > 0) this.overlay.append(svg("circle", { class: "dot", cx: this.x(xs[index]), cy: this.y(value), r: 4.5, fill: color(curve.number) }));
+        if (this.shows(value) && (!this.logarithmic || value > 0)) this.overlay.append(svg("circle", { class: "dot", cx: this.x(xs[index]), cy: this.y(value), r: 4.5, fill: color(curve.number) }));
       }
       if (source !== this) return;
       const happened = [...new Set(events)];
-      const lines = rows.map(([curve, value]) => html("p", {}, html("span", {}, html("span", { class: `swatch s${curve.number % 8}` }), curve.name), html("b", {}, shown(value, this.unit))));
-      this.tip.replaceChildren(html("strong", {}, at(x)), ...lines, ...happened.map((text) => html("span", { class: "what" }, text)));
+      const most = rows.length > 12 ? 11 : 12, more = rows.length - most;
+      const lines = rows.slice(0, most).map(([curve, value]) => html("p", {}, html("span", {}, html("span", { class: `swatch s${curve.number % 8}` }), curve.name), html("b", {}, shown(value, this.unit))));
+      this.tip.replaceChildren(html("strong", {}, at(x)), ...lines, ...(more > 0 ? [html("span", { class: "what" }, `and ${more} more layers`)] : []), ...happened.map((text) => html("span", { class: "what" }, text)));
       this.tip.hidden = false;
       this.place(place);
       this.plot.setAttribute("aria-valuenow", String(nearest(this.steps(), x)));
@@ -250,7 +276,7 @@
     place(x) {
       const room = this.plot.clientWidth, narrow = room < 480;
       const left = x < room / 2 ? x + 14 : x - 14 - this.tip.offsetWidth;
-      Object.assign(this.tip.style, narrow ? { left: "0", right: "0", top: `${HEIGHT + 4}px` } : { left: `${left}px`, right: "auto", top: "0" });
+      Object.assign(this.tip.style, narrow ? { left: "0", right: "0", top: `${this.height + 4}px` } : { left: `${left}px`, right: "auto", top: "0" });
     }
 
     /** The same as a table, made when it is asked for. */
@@ -266,6 +292,60 @@
     }
   }
 
+  /** A strip for each layer, the darker the more is left of it: lines would lie upon each other. */
+  class Strips extends Chart {
+    constructor(options) {
+      super(options);
+      this.plot.classList.add("strip");
+      this.legend.remove();
+    }
+    drawLegend() {}
+    drawEvents() {}
+    draw() {
+      const curves = this.series(), width = Math.max(240, this.plot.clientWidth), xs = this.steps();
+      const row = Math.max(12, Math.min(26, 480 / (curves.length || 1)));
+      const names = Math.min(width * 0.42, Math.max(...curves.map((curve) => curve.name.length), 4) * 6.8);
+      const left = names + 8, right = width - 52, top = MARGIN.top, bottom = top + row * curves.length;
+      this.height = bottom + MARGIN.bottom;
+      const picture = svg("svg", { height: this.height, viewBox: `0 0 ${width} ${this.height}`, "aria-hidden": "true" });
+      this.plot.replaceChildren(picture, this.tip);
+      this.plot.setAttribute("aria-valuemax", String(Math.max(0, xs.length - 1)));
+      if (!xs.length) { this.x = null; return; }
+      // A cell ends where its epoch does; by time, epochs are as wide as they were long.
+      const start = axis === "epoch" ? xs[0] - 1 : 0, end = xs[xs.length - 1];
+      this.x = Object.assign((x) => left + ((x - start) / (end - start || 1)) * (right - left), { from: (pixel) => start + ((pixel - left) / (right - left)) * (end - start) });
+      this.shows = () => false;
+      curves.forEach((curve, number) => {
+        const y = top + row * number, values = curve.values, last = values[values.length - 1];
+        for (let index = 0, next; index < values.length; index = next) {
+          for (next = index + 1; next < values.length && values[next] === values[index]; ) next++;
+          if (typeof values[index] !== "number") continue;
+          const from = this.x(index ? xs[index - 1] : start), to = this.x(xs[next - 1]);
+          picture.append(svg("rect", { x: from, y: y + 1, width: Math.max(0, to - from), height: row - 2, "fill-opacity": (0.06 + 0.94 * Math.min(1, values[index] / 100)).toFixed(3) }));
+        }
+        const middle = y + row / 2 + 4;
+        picture.append(svg("text", { x: left - 8, y: middle, "text-anchor": "end" }, fitting(curve.name, names)), svg("text", { class: "end", x: right + 6, y: middle }, typeof last === "number" ? `${Number(last.toPrecision(3))} %` : "–"));
+      });
+      for (const mark of ticks(axis === "epoch" ? xs[0] : 0, end, Math.min(8, (right - left) / 70)).filter((mark) => axis !== "epoch" || Number.isInteger(mark)))
+        picture.append(svg("text", { x: this.x(mark), y: bottom + 16, "text-anchor": "middle" }, axis === "epoch" ? String(mark) : duration(mark)));
+      picture.append(svg("text", { x: right, y: this.height - 3, "text-anchor": "end" }, axis === "epoch" ? "epoch" : "training time"));
+      for (const event of runs[0].events) {
+        const x = this.x(runs[0][axis][event.epoch - 1]);
+        if (!Number.isNaN(x)) picture.append(this.flag(x, top - 2, event));
+      }
+      this.overlay = svg("g", {});
+      picture.append(this.overlay);
+      this.mark(cursor, null);
+    }
+  }
+  /** A name that fits into so many pixels: its middle is left out, as its ends tell layers apart. */
+  function fitting(name, room) {
+    const most = Math.max(5, Math.floor(room / 6.8));
+    if (name.length <= most) return name;
+    const back = Math.ceil((most - 1) * 0.6);
+    return `${name.slice(0, most - 1 - back)}…${name.slice(-back)}`;
+  }
+
   function choose(x, source) {
     cursor = x === undefined ? null : x;
     for (const chart of charts) chart.mark(cursor, source);
@@ -274,14 +354,15 @@
   // --- the page -----------------------------------------------------------------------------------------------------------
 
   const names = [...new Set(runs.flatMap((run) => run.layers.map((layer) => layer.name)))];
-  if (names.length) CHARTS.push({ title: "Channels left, layer by layer", unit: " %", zero: true, keys: Object.fromEntries(names.map((name) => [`layer ${name}`, name])) });
+  if (names.length) CHARTS.push({ title: "Channels left, layer by layer", unit: " %", zero: true, strips: true, keys: Object.fromEntries(names.map((name) => [`layer ${name}`, name])) });
   if (!single) home.before(runsLegend);
-  for (const chart of CHARTS) home.append(new Chart(chart).element);
+  for (const chart of CHARTS) home.append(new (single && chart.strips ? Strips : Chart)(chart).element);
   const redraw = () => charts.forEach((chart) => { chart.draw(); chart.list(); });
   const choice = document.getElementById("x-choice");
   choice.hidden = false;
   choice.addEventListener("change", (event) => { axis = event.target.value; cursor = null; redraw(); });
-  let width = 0;
+  let width = home.clientWidth;
+  redraw();
   new ResizeObserver(() => {
     if (home.clientWidth !== width) { width = home.clientWidth; redraw(); }
   }).observe(home);

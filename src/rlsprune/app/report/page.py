@@ -6,6 +6,7 @@ import base64
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import rlsprune
 from rlsprune.app.config.metrics import Metric
@@ -53,14 +54,14 @@ def render(runs: Sequence[ReportedRun], reload_seconds: int | None = None) -> st
     script, style = _asset("page.js"), _asset("page.css")
     unit = "nodes" if any(layer.channels is None for run in runs for layer in run.layers) else "channels"
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"count": _count, "number": _number, "times": _times}
+    environment.filters |= {"breakable": _breakable, "count": _count, "number": _number, "times": _times}
     return environment.from_string(_asset("template.html")).render(
         title=_title(runs),
         score=" / ".join(dict.fromkeys(run.metric.label for run in runs)),
         runs=[_view(run, unit) for run in runs],
         unit=unit,
         data=[_curves(run) for run in runs],
-        layers=_all_layers(runs),
+        alike=len({tuple((layer.name, layer.full_weights) for layer in run.layers) for run in runs}) == 1,
         script=Markup(script),
         style=Markup(style),
         # Nothing but this very script runs, and nothing is fetched, whatever a run's files hold.
@@ -124,8 +125,27 @@ def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
         "network": draw_network(layers, unit),
         "inputs": draw_inputs(run),
         "health": summary.get("health"),
+        "use": _use(run),
         "config": list(_flat(run.config)),
         "environment": list(_flat(run.environment)),
+    }
+
+
+def _use(run: ReportedRun) -> dict[str, Any] | None:
+    """The files that deploy a finished network and how to call it; None where there are none."""
+    models = {"model.onnx": "score", "model-int8.onnx": "int8_score"}
+    found = [(run.path / name, score) for name, score in models.items() if (run.path / name).is_file()]
+    if run.summary is None or not found or not (run.path / "predict.py").is_file():
+        return None
+    shape = run.summary.get("input_shape") or []
+    images = len(shape) == 3 and shape[0] in (1, 3)
+    return {
+        "needs": "onnxruntime pillow" if images else "onnxruntime",
+        "call": '["photo.jpg"]' if images else '"rows.csv"' if run.config.get("columns") else "rows",
+        "files": [
+            {"name": path.name, "size": _size(path.stat().st_size), "score": run.metric.text(run.summary[score])}
+            for path, score in found
+        ],
     }
 
 
@@ -151,14 +171,11 @@ def _total(layers: Sequence[ReportedLayer], unit: str) -> dict[str, float | None
         return None if None in values else sum(values)
 
     size, full_size = sums(unit), sums(f"full_{unit}")
+    weights, full_weights = sums("weights"), sums("full_weights")
     share = _ratio(size, full_size)
     percentage = None if share is None else 100 * share
-    return {"full_size": full_size, "size_percent": percentage, "full_weights": sums("full_weights")}
-
-
-def _all_layers(runs: Sequence[ReportedRun]) -> dict[str, ReportedLayer]:
-    """All layers by name, each from the first run that has it."""
-    return {layer.name: layer for run in reversed(runs) for layer in run.layers}
+    sizes = {"size": size, "full_size": full_size, "weights": weights, "full_weights": full_weights}
+    return {**sizes, "size_percent": percentage}
 
 
 def _curves(run: ReportedRun) -> dict[str, Any]:
@@ -179,8 +196,17 @@ def _curves(run: ReportedRun) -> dict[str, Any]:
 
 
 def _describe(event: Mapping[str, Any]) -> str:
-    changes = [f"{name} {before} → {after}" for name, before, after in event["layers"] if before != after]
+    """What was pruned; many layers that changed alike are named together."""
+    alike: dict[tuple[int, int], list[str]] = {}
+    for name, before, after in event["layers"]:
+        if before != after:
+            alike.setdefault((before, after), []).append(name)
+    changes = (f"{_together(names)} {before} → {after}" for (before, after), names in alike.items())
     return ", ".join(changes) or "weights set to zero"
+
+
+def _together(names: Sequence[str]) -> str:
+    return f"{len(names)} layers, {names[0]} … {names[-1]}:" if len(names) > 3 else " and ".join(names)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -191,6 +217,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield f"{prefix}{name}", "–" if value is None else str(value)
 
 
+def _size(count: int) -> str:
+    """Of a file."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+
 def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
@@ -198,6 +229,11 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 def _short(value: float | None) -> float | None:
     """Six digits: more than a curve shows, and a smaller page."""
     return None if value is None else float(f"{value:.6g}")
+
+
+def _breakable(name: str) -> Markup:
+    """A layer's name that may be broken after its dots and underscores."""
+    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(name))))
 
 
 def _count(value: int | None) -> str:

@@ -161,7 +161,7 @@ def _event(path: Path, number: int, line: dict[str, Any], score: str) -> dict[st
 
 
 def _check_summary(path: Path, summary: dict[str, Any], score: str) -> None:
-    for name in ("", "unpruned_", "given_"):
+    for name in ("", "unpruned_", "given_", "int8_"):
         summary[f"{name}score"] = _number(path, "it", summary, f"{name}{score}")
     for name in _SUMMARY_NUMBERS:
         summary[name] = _number(path, "it", summary, name)

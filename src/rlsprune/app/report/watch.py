@@ -36,8 +36,8 @@ def watch(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
         while not all(RunFolder(folder).finished for folder in folders):
             stamps = [_stamp(Path(folder) / name) for folder in folders for name in _FILES]
             if stamps != seen:
+                seen = stamps  # first: Ctrl-C may come when the page is written already
                 write_report(folders, out, reload_seconds=reload_seconds)
-                seen = stamps
             time.sleep(every)
     except BaseException:
         if seen:
