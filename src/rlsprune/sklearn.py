@@ -372,6 +372,14 @@ class PrunedRegressor(RegressorMixin, _PrunedNetwork):
         model_: The small network, in float64: from rows as they are to the number.
         support_: Which input features it reads.
         n_parameters_: How many it has left.
+
+    Examples:
+        >>> from sklearn.datasets import load_wine
+        >>> from rlsprune.sklearn import PrunedRegressor
+        >>> table, _ = load_wine(return_X_y=True)
+        >>> small = PrunedRegressor(epochs=20, random_state=0).fit(table[:, 1:], table[:, 0])
+        >>> small.predict(table[:3, 1:]).shape
+        (3,)
     """
 
     def fit(self, X: Any, y: Any) -> Self:
