@@ -11,6 +11,7 @@ from rlsprune.graph import Cuts, find_groups, open_attention_of, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.calls import ExampleInputs, bare_copy
 from rlsprune.model.cost import latencies, ratio_quartiles
+from rlsprune.model.layer_times import layer_times
 from rlsprune.model.modes import evaluating
 from rlsprune.model.progress import Progress
 from rlsprune.model.selector import select_inputs
@@ -106,6 +107,7 @@ class ClosedForm:
         self.whole_groups = [group for group in self.graph if group.size > 1]
         tensors = {what: self._budget.tensors_of(what) for what in ("params", "flops")}
         self._costs = {what: Costs(own, self.whole_groups) for what, own in tensors.items()}
+        """What is counted; latency is added when it is asked for."""
         with evaluating(self._whole):
             self.sites = find_sites(self._whole, batches.calls[0])
             """The calls of its layers."""
@@ -136,11 +138,13 @@ class ClosedForm:
         return min(plans, key=lambda plan: plan.error)
 
     def plan_share(self, what: str, share: float) -> CutPlan:
-        """The least harmful cut to a share of a resource, as it is reckoned from the weights."""
-        reckoned = "flops" if what == "latency" else what
-        if not self._budget.proportional:
-            reckoned = "params"
-        costs = self._costs[reckoned]
+        """The least harmful cut to a share of a resource, as it is reckoned from the weights.
+
+        FLOPs and the time of a layer are taken to be proportional to its weights.
+        """
+        if what == "latency" and what not in self._costs:
+            self._costs[what] = Costs(self._times(), self.whole_groups)
+        costs = self._costs["params" if what == "flops" and not self._budget.proportional else what]
         goal = share * costs.without({})
         gone = choose_widths(self.curves, self.whole_groups, costs, goal, least=self._least, round_to=self._round_to)
         return CutPlan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()), what, share)
@@ -190,6 +194,15 @@ class ClosedForm:
             aim = (low + high) / 2
             plan = self.plan_share(what, aim)
         return enough
+
+    def _times(self) -> dict[str, float]:
+        """Name of a parameter → seconds of the layer whose weight it is."""
+        self._report("measuring layers", 0, None)
+        names = {id(parameter): name for name, parameter in self._whole.named_parameters()}
+        times = dict.fromkeys(names.values(), 0.0)
+        for layer, seconds in layer_times(self._whole, self._example).items():
+            times[names[id(self._whole.get_parameter(f"{layer}.weight" if layer else "weight"))]] += seconds
+        return times
 
     def _relative(self, what: str) -> float:
         """Cost of the network as it is, as a share of the whole one's.

@@ -1,0 +1,56 @@
+"""How long each layer of a network works in one inference."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.model.calls import ExampleInputs, device_of
+from rlsprune.model.modes import inference
+
+__all__ = ["layer_times"]
+
+_RUNS = 15
+
+
+def layer_times(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, float]:
+    """Seconds that each module with a weight of its own takes, the median of several inferences.
+
+    Args:
+        model: On the device of the inputs; its own copy is run.
+        example_inputs: What it is called with.
+
+    Returns:
+        Name of a module → the time of all its calls. Modules that are not called have none.
+    """
+    spent: dict[str, list[float]] = defaultdict(list)
+    with inference(model, example_inputs) as (plain, args, kwargs):
+        device = device_of(plain, (args, kwargs))
+        started: dict[str, float] = {}
+
+        def now() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        for name, module in plain.named_modules():
+            if isinstance(module._parameters.get("weight"), Tensor):
+
+                def before(*_: object, name: str = name) -> None:
+                    started[name] = now()
+
+                def after(*_: object, name: str = name) -> None:
+                    spent[name][-1] += now() - started[name]
+
+                module.register_forward_pre_hook(before)
+                module.register_forward_hook(after)
+                spent[name] = []
+        for _ in range(_RUNS):
+            for times in spent.values():
+                times.append(0.0)
+            plain(*args, **kwargs)
+    return {name: statistics.median(times) for name, times in spent.items() if any(times)}

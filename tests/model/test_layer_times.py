@@ -1,0 +1,33 @@
+"""Times of layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rlsprune.model.layer_times import layer_times
+
+
+class Partly(nn.Module):
+    """One layer is called twice, one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.idle, self.last = (
+            nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(2, 2), nn.Linear(3, 2)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.conv(self.conv(x))).mean((2, 3)))
+
+
+def test_every_layer_that_is_called_has_a_time_and_no_hook_stays() -> None:
+    model = Partly().eval()
+    times = layer_times(model, torch.rand(1, 3, 8, 8))
+    assert times.keys() == {"conv", "norm", "last"}
+    assert all(seconds > 0 for seconds in times.values())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_network_that_is_one_layer() -> None:
+    assert layer_times(nn.Linear(4, 2), torch.rand(1, 4)).keys() == {""}
