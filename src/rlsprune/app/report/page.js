@@ -64,8 +64,11 @@
   function wanted(curves, chart) {
     const end = (values) => (chart.focused ? values.slice(-Math.max(2, Math.ceil(values.length * 0.6))) : values);
     const drawable = (value) => typeof value === "number" && (!chart.logarithmic || value > 0);
-    const values = curves.flatMap((curve) => end(curve.values).filter(drawable));
-    return values.length ? values : curves.flatMap((curve) => curve.values.filter(drawable));
+    const all = curves.flatMap((curve) => curve.values.filter(drawable)), values = curves.flatMap((curve) => end(curve.values).filter(drawable));
+    if (!chart.focused || !values.length) return all;
+    // Not so close that noise looks like news: what lies within four points, or hundredths, of the end is shown too.
+    const low = Math.min(...values), high = Math.max(...values), room = chart.unit ? 4 : 0.04 * Math.max(Math.abs(low), Math.abs(high));
+    return all.filter((value) => value >= Math.min(low, high - room) && value <= Math.max(high, low + room));
   }
   function range(values, chart) {
     let low = Math.min(...values), high = Math.max(...values);
