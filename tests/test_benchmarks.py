@@ -18,7 +18,8 @@ from rlsprune.app.run.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "benchmarks" / "README.md"
-NAMES = sorted(f"{path.parent.name}.{path.stem}" for path in (ROOT / "benchmarks").glob("*/*.py"))
+FILES = [path for path in (ROOT / "benchmarks").glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8")]
+NAMES = sorted(f"{path.parent.name}.{path.stem}" for path in FILES)
 COMMAND = re.compile(r"python -m benchmarks\.([a-z0-9_.]+)([^`\n|#]*)")
 
 

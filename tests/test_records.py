@@ -121,17 +121,19 @@ def test_rows_of_results_are_those_of_the_runs() -> None:
 
 
 def test_rows_of_trained_networks_are_those_of_the_records() -> None:
-    found: dict[str, list[float]] = {}
-    for name in ("resnet20-half", "resnet20-rivals"):
-        content = json.loads((RUNS / "trained-networks" / f"{name}.json").read_text(encoding="utf-8"))
-        for row in content["rows"]:
-            found.setdefault(row["method"], []).append(row["accuracy"])
-    ours = found.pop("rlsprune.shrink")
-    mean, deviation = statistics.fmean(ours), statistics.stdev(ours)
-    best = max(max(values) for values in found.values())
+    folder = RUNS / "trained-networks"
+    found: dict[str, dict[int, float]] = {}
+    for name in ("resnet20-half", "resnet20-front", "resnet56"):
+        content = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for row in (row for row in content["rows"] if row["target"] == 0.5):
+            found.setdefault(f"{name.partition('-')[0]} {row['method']}", {})[row["seed"]] = row["accuracy"]
+    log = (folder / "resnet56-half.log").read_text(encoding="utf-8")
+    found["resnet56 rlsprune.shrink"][0] = float(re.findall(r"([\d.]+) %", log)[-1])
     shown = {row[0]: row[2] for row in rows(RESULTS) if len(row) == 4}
-    assert shown["ResNet-20, `rlsprune.shrink`"] == f"{mean:.2f} ± {deviation:.2f} %"
+    for network in ("20", "56"):
+        accuracies = list(found.pop(f"resnet{network} rlsprune.shrink").values())
+        drawn = f"{statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f} %"
+        assert shown[f"ResNet-{network}, `rlsprune.shrink`"] == drawn
+    best = max(max(values.values()) for values in found.values())
     assert shown["ResNet-20, torch-pruning's best (L1; at 46.9 % of the FLOPs)"] == f"{best:.2f} %"
-    assert shown["ResNet-20, torch-pruning, random channels"] == f"{found['random'][0]:.2f} %"
-    log = (RUNS / "trained-networks" / "resnet56-half.log").read_text(encoding="utf-8")
-    assert shown["ResNet-56, `rlsprune.shrink`"] in log
+    assert shown["ResNet-20, torch-pruning, random channels"] == f"{found['resnet20 random'][0]:.2f} %"
