@@ -17,7 +17,7 @@ def settle_attention(candidates: Sequence[Candidate], trial: CutTrial) -> tuple[
     Returns:
         The groups, and name → reason of what cannot go.
     """
-    settled: dict[tuple[object, ...], _Choice] = {}
+    settled: dict[tuple[str, ...], _Choice] = {}
     groups: list[Group] = []
     failed: dict[str, str] = {}
     for candidate in candidates:

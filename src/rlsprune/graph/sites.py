@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class Site:
     """Whether other calls use the weight too, or another layer has it or the bias."""
     size: int
     """Entries of its input and its output, for one input of the network."""
+    layer_norm: str | None = None
+    """Name of the layer norm that the result goes into, and nothing else reads it."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -95,7 +97,8 @@ def find_sites(model: nn.Module, example_inputs: ExampleInputs) -> dict[tuple[st
     for site, adding in drafts:
         sums = adding is not None and last.get(id(adding)) == site.key
         low, high = (site.low, site.high) if sums or adding is None else (-math.inf, math.inf)
-        sites[site.key] = Site(site.layer, site.call, site.norms, sums, low, high, site.shared, site.size)
+        layer_norm = site.layer_norm if sums or adding is None else None
+        sites[site.key] = replace(site, sums=sums, low=low, high=high, layer_norm=layer_norm)
     return sites
 
 
@@ -159,6 +162,13 @@ class _Trace(TorchFunctionMode):
         self._kept: list[Tensor] = []
         self._count = 0
 
+    def layer_norm(self, operation: _Operation | None) -> str | None:
+        """The module of a call of a layer norm."""
+        if operation is None or operation.function is not F.layer_norm:
+            return None
+        weight = _argument(operation.args, operation.kwargs, 2, "weight", None)
+        return self._layers.get(id(weight)) if weight is not None else None
+
     def node(self, tensor: Tensor) -> int:
         """The number of a tensor as it is now."""
         if id(tensor) not in self._nodes:
@@ -211,7 +221,8 @@ def _follow(trace: _Trace, operation: _Operation, call: int, shared: bool) -> tu
         adding, node = reader, reader.makes
         reader = _only_reader(trace, node)
     low, high = _clips(reader)
-    return Site(operation.layer, call, tuple(norms), False, low, high, shared, operation.size), adding
+    layer_norm = trace.layer_norm(reader)
+    return Site(operation.layer, call, tuple(norms), False, low, high, shared, operation.size, layer_norm), adding
 
 
 def _only_reader(trace: _Trace, node: int) -> _Operation | None:

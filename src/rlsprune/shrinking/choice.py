@@ -117,7 +117,9 @@ def find_curves(
                 break
             site = stops[0].site
             on_layer(site.layer, number, len(watched))
-            _look(seen.setdefault(site.layer, _Seen()), stops, [modules[name] for name in site.norms], number)
+            norms = [modules[name] for name in site.norms]
+            after = modules[site.layer_norm] if site.layer_norm is not None else None
+            _look(seen.setdefault(site.layer, _Seen()), stops, norms, after, number)
             calls[site.layer] -= 1
             if not calls[site.layer]:
                 done.add(site.layer)
@@ -133,7 +135,9 @@ def _home(member: Member, modules: Mapping[str, nn.Module], names: Mapping[int, 
     return names.get(id(modules[member.name]._parameters.get("weight")), member.name)
 
 
-def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: int) -> None:
+def _look(
+    seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], layer_norm: nn.Module | None, seed: int
+) -> None:
     places = draw_places(stops, seed)
     pairs = list(zip(stops, places, strict=True))
     seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
@@ -144,6 +148,11 @@ def _look(seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], seed: 
     scale, _ = affine_of(norms, results)
     if not stops[0].site.sums:
         results = results * scale
+    if isinstance(layer_norm, nn.LayerNorm):
+        # What errors are after it: some channels of a transformer are a hundred times as large as others before it.
+        variances = results.float().var(1, correction=0) + layer_norm.eps
+        scale = scale * layer_norm.weight.detach().abs().to(scale) * variances.reciprocal().mean().sqrt().to(scale)
+        results = layer_norm(results)
     seen.scale, seen.weights = scale, _with_bias(stops[0].product, seen.rows[0].shape[2])
     seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
 

@@ -1,0 +1,200 @@
+"""What one run showed of one attention: its scores, the layers that read its heads, and what hangs together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import nn
+
+from rlsprune.graph.flow import Contraction, Flow
+from rlsprune.graph.heads import HeadSize
+from rlsprune.graph.labels import EVERYTHING
+from rlsprune.graph.layers import unprunable
+from rlsprune.graph.members import Axis
+from rlsprune.model.sizes import HEAD_SIZES, head_sizes
+
+__all__ = ["Family", "HeadUnit", "find_families"]
+
+HeadUnit = dict[Axis, list[int]]
+"""Channels that hang together: side of a layer → which of its channels, ascending."""
+_Node = int | tuple[Axis, int]
+"""A slot, or an input of a layer that reads heads."""
+
+
+def find_families(flow: Flow, modules: Mapping[str, nn.Module]) -> Iterator[Family]:
+    """One for the queries of one layer and the keys of one layer, if a layer reads their heads."""
+
+    def layers(one: Contraction) -> tuple[Axis, Axis]:
+        return flow.slots[one.left[0]].axis, flow.slots[one.right[0]].axis
+
+    for axes, family in groupby(sorted(flow.contractions, key=lambda one: (one.left, one.right)), layers):
+        if flow.lone.keys().isdisjoint(axes):
+            found = Family(flow, list(family), modules)
+            if found.readers:
+                yield found
+
+
+@dataclass
+class Family:
+    """One attention."""
+
+    flow: Flow
+    scores: list[Contraction]
+    modules: Mapping[str, nn.Module]
+    trouble: str | None = None
+    """Why its heads have to stay."""
+    common: set[int] = field(default_factory=set)
+    """Slots that all heads use alike."""
+    values: set[int] = field(default_factory=set)
+    """Slots of the layer that makes the values."""
+    readers: dict[Axis, list[int]] = field(default_factory=dict)
+    """Inputs of layers → the label of each, of those layers that read these heads and nothing else."""
+
+    def __post_init__(self) -> None:
+        queries = {slot for one in self.scores for slot in one.left}
+        for axis, numbers in self.flow.reads.items():
+            mine = [bool(self.flow.labels[number].scores & queries) for number in numbers]
+            if any(mine):
+                self.readers[axis] = numbers
+                if not all(mine) or EVERYTHING in numbers:
+                    self.trouble = f"{axis[0]} reads its heads and other channels too"
+        self.name = self._name()
+        if self.trouble or not self.readers:
+            return
+        self._set_common()
+        self._set_values()
+        widths = {(len(one.left), len(one.right)) for one in self.scores}
+        if self.trouble is None and len(widths) > 1:
+            self.trouble = "its heads are not equally wide"
+
+    def _set_common(self) -> None:
+        """Finds lone parameters that all heads use alike, such as the scale of a norm in each head: they stay."""
+        heads: dict[int, set[int]] = {}
+        keys = {slot: one.right[0] for one in self.scores for slot in one.right}
+        for number in {number for numbers in self.readers.values() for number in numbers}:
+            label = self.flow.labels[number].direct | self.flow.labels[number].scores
+            own = {keys[slot] for slot in label if slot in keys}
+            for slot in label:
+                if self.flow.slots[slot].axis in self.flow.lone:
+                    heads.setdefault(slot, set()).update(own)
+        axes = {self.flow.slots[slot].axis for slot, own in heads.items() if len(own) > 1}
+        self.common = {slot for slot in heads if self.flow.slots[slot].axis in axes}
+
+    def _set_values(self) -> None:
+        """Finds the layer that makes the values."""
+        slots = self.flow.slots
+        direct = [self.flow.labels[number].direct for numbers in self.readers.values() for number in numbers]
+        lone = {slot for label in direct for slot in label if slots[slot].axis in self.flow.lone}
+        values = {slot for label in direct for slot in label} - lone
+        if len({slots[slot].axis for slot in values}) != 1:
+            self.trouble = "its values do not come from one layer"
+            return
+        self.values = values
+
+    # --- what hangs together ------------------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        """The name of the module that has the layers of queries and keys, or of the layer that makes both."""
+        names = {self.flow.slots[slot].axis[0] for one in self.scores for slot in one.left[:1] + one.right[:1]}
+        if len(names) == 1:
+            only = next(iter(names))
+            return only if isinstance(self.modules[only], nn.MultiheadAttention) else only.rpartition(".")[0] or only
+        return _common(names) or sorted(names)[0]
+
+    def kept(self, ignore: Collection[str]) -> str | None:
+        """Why all heads stay although they could go."""
+        names = {slot_axis[0] for slot_axis in self.axes()}
+        named = sorted(names & set(ignore))
+        if named or self.name in ignore:
+            return f"{', '.join(named) or self.name} is named in ignore"
+        for name in sorted(names | {axis[0] for axis in self.readers}):
+            if name in self.modules and (why := unprunable(self.modules[name])) is not None:
+                return f"{name} cannot be cut: {why}"
+        return None
+
+    def axes(self) -> set[Axis]:
+        """Sides of layers, and lone parameters, that its heads are made of."""
+        numbers = [number for numbers in self.readers.values() for number in numbers]
+        labels = [self.flow.labels[number] for number in numbers]
+        slots = {slot for label in labels for slot in label.direct | label.scores} - self.common
+        return {self.flow.slots[slot].axis for slot in slots}
+
+    def units(self, without: Collection[int] = ()) -> list[HeadUnit]:
+        """Sets of channels that hang together, if it were not for some slots: axis → channels, ascending."""
+        parent: dict[_Node, _Node] = {}
+
+        def find(node: _Node) -> _Node:
+            parent.setdefault(node, node)
+            while parent[node] != node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        for axis, numbers in self.readers.items():
+            for channel, number in enumerate(numbers):
+                label = self.flow.labels[number]
+                for slot in (label.direct | label.scores).difference(self.common, without):
+                    parent[find(slot)] = find((axis, channel))
+        units: dict[_Node, HeadUnit] = {}
+        for node in list(parent):
+            axis, channel = (
+                node if isinstance(node, tuple) else (self.flow.slots[node].axis, self.flow.slots[node].channel)
+            )
+            units.setdefault(find(node), {}).setdefault(axis, []).append(channel)
+        found = [{axis: sorted(channels) for axis, channels in unit.items()} for unit in units.values()]
+        first = next(iter(self.readers))
+        return sorted(found, key=lambda unit: unit.get(first, []))
+
+    # --- attributes ---------------------------------------------------------------------------------------------------
+
+    def kind(self) -> tuple[str, ...]:
+        """Alike for attentions that the same code computes."""
+        return tuple(sorted({type(self.modules[name]).__qualname__ for name in self._around()}))
+
+    def _around(self) -> list[str]:
+        """Names of the modules that the attention is computed in."""
+        slots = [slot for one in self.scores for slot in (one.left[0], one.right[0])]
+        layers = {self.flow.slots[slot].axis[0] for slot in slots} | {axis[0] for axis in self.readers}
+        top = _common(layers)
+        found = {
+            name
+            for layer in layers
+            for name in _ancestors(layer)
+            if name == top or name.startswith(f"{top}." if top else "")
+        }
+        return sorted(name for name in found if name in self.modules)
+
+    def sizes(self, counts: Mapping[str, int]) -> tuple[tuple[HeadSize, ...], tuple[HeadSize, ...]]:
+        """Attributes that state sizes of this attention: those that surely do, and those that may."""
+        inner: list[HeadSize] = []
+        outer: list[HeadSize] = []
+        for name in self._around():
+            module = self.modules[name]
+            if isinstance(module, nn.MultiheadAttention):
+                pairs = (("num_heads", "heads"), ("head_dim", "head_dim"), ("value_dim", "value_dim"))
+                inner += [HeadSize(name, own, role) for own, role in pairs]
+                continue
+            own_sizes = head_sizes(module)
+            for role, names in HEAD_SIZES.items():
+                known = [HeadSize(name, own, role) for own in names if own_sizes.get(own) == counts[role]]
+                (outer if role == "outer_width" else inner).extend(known)
+        return tuple(inner), tuple(outer)
+
+
+def _ancestors(name: str) -> list[str]:
+    """The module itself and all that it is in."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _common(names: Collection[str]) -> str:
+    """The innermost module that has all of these in it."""
+    paths = [name.split(".") for name in names]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
