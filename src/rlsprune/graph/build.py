@@ -52,12 +52,11 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
         call, labelling, seen = _run(model, call)
         inputs, raw = _input_groups(model, seen, ignored)
         trial = CutTrial(model, call)
-        candidates, unattended = find_attention(model, follow_channels(model, call), seen, labelling.order, ignored)
-        heads, headless = settle_attention(candidates, trial)
+        heads, headless = _attention(model, call, labelling, seen, ignored, trial)
         drafts, skipped = _beside(heads, *trace_groups(labelling, seen, ignored))
         found = [*inputs, *_in_order([*heads, *drafts], labelling.order)]
         groups, failed = verify_groups(trial, found, labelling.order)
-    return ChannelGraph(groups, {**raw, **skipped, **unattended, **headless, **failed})
+    return ChannelGraph(groups, {**raw, **skipped, **headless, **failed})
 
 
 def open_attention_of(graph: ChannelGraph) -> None:
@@ -65,6 +64,17 @@ def open_attention_of(graph: ChannelGraph) -> None:
     for member in (member for group in graph for member in group.producers):
         if isinstance(member.module, nn.MultiheadAttention):
             open_attention(member.module)
+
+
+def _attention(
+    model: nn.Module, call: Call, labelling: Labelling, seen: Observation, ignored: set[str], trial: CutTrial
+) -> tuple[list[Group], dict[str, str]]:
+    """The groups of every attention, if there is any, and name → reason of what cannot go from them."""
+    if not labelling.multiplies:
+        return [], {}
+    candidates, unattended = find_attention(model, follow_channels(model, call), seen, labelling.order, ignored)
+    heads, headless = settle_attention(candidates, trial)
+    return heads, {**unattended, **headless}
 
 
 def _beside(

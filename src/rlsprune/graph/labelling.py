@@ -32,6 +32,8 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.slots = Slots()
         self.order: dict[nn.Module, int] = {}
         """Module → when it was first called, or a parameter of it used."""
+        self.multiplies = False
+        """Whether what layers make was multiplied with each other, as attention does."""
         self._names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
         # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
         self._known: dict[int, tuple[Tensor, Labelled]] = {}
@@ -128,6 +130,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not results:
             return
         name = name.removesuffix("_") if func._schema.is_mutable else name
+        self.multiplies |= name in ("bmm", "baddbmm") or name.startswith("_scaled_dot_product")
         module = self._within[-1] if self._within else None
         operation = FunctionCall(
             name,

@@ -37,10 +37,10 @@ def verify_groups(
 ) -> tuple[list[Group], dict[str, str]]:
     """Keep the groups from which any channels, or input features, can go.
 
-    All are tried at once: one unit of each, which shows code that needs the width to be a multiple of something, then
-    several. Groups that share a layer are tried again in so many selections that any two of them are once told apart:
-    ``torch.chunk`` is right while both halves lose equally many. After a failure, the first layer that went wrong tells
-    where to look.
+    All are tried at once, about half of each: an odd number stays, which shows code that needs the width to be a
+    multiple of something. Groups that share a layer are tried again in so many selections that any two of them are once
+    told apart: ``torch.chunk`` is right while both halves lose equally many. After a failure, the first layer that went
+    wrong tells where to look.
 
     Args:
         trial: Of the network.
@@ -51,8 +51,7 @@ def verify_groups(
         The groups that passed, and name → reason of the others.
     """
     search = _Search(trial, order)
-    for amount in (0.0, 0.5):
-        search.sift(groups, amount)
+    search.sift(groups, 0.5)
     shared = _sharing([group for group in groups if group.name not in search.failed])
     selections = [[g for i, g in enumerate(shared) if i >> bit & 1] for bit in range((len(shared) - 1).bit_length())]
     # Number 0 is in none of these.
@@ -192,6 +191,8 @@ class CutTrial:
         chosen: list[tuple[Group, Tensor]] = []
         for group in groups:
             count = 1 + int(amount * (group.size - 2))
+            # An odd number stays where more than one could.
+            count += 1 if 1 < count < group.size - 1 and (group.size - count) % 2 == 0 else 0
             chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
         with _at_readers(chosen, zero_channels):
             whole = self.run(self._without_products(chosen))
