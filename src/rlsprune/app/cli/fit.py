@@ -28,6 +28,7 @@ EXAMPLES = """Examples: `rlsprune fit my_module:build_model --data photos/` (a s
 `rlsprune fit my_module:build_model --data photos/ --image-size 64 --weights trained.safetensors --optimizer adamw` ·
 `rlsprune fit nets.py:mlp --data houses.csv --label price --baseline` (and the unpruned network beside it) ·
 `rlsprune fit nets.py:cnn --data my_data.py:datasets --int8` (own Datasets; an 8-bit model, too) ·
+`rlsprune fit my_module:build_model --data photos/ --weights trained.pt --max-drop 0.5` ·
 `rlsprune fit --resume runs/build_model-photos-seed0`"""
 
 _WITH_RESUME = {"resume", "device", "on_fault", "logger", "quiet", "as_json"}
@@ -96,8 +97,24 @@ def fit(
         typer.Option("--lr", help=f"Learning rate. Default: {_RATES}."),
     ] = None,
     target: Annotated[
-        float | None, typer.Option("--target", help="The share of the parameters at which pruning ends.")
-    ] = OURS.target,
+        float | None,
+        typer.Option(
+            "--target",
+            help=f"The share of the parameters at which pruning ends. Default: {OURS.target:g}, none with --max-drop.",
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            "--max-drop",
+            help="Train the unpruned network (or take --weights as they are), then give the smallest one whose "
+            "held-out score is at most so many points worse; of R² a point is 0.01, of errors the target's own unit.",
+        ),
+    ] = None,
+    recovery_epochs: Annotated[
+        int | None,
+        typer.Option("--recovery-epochs", help="With --max-drop: epochs of training after each round. Default: 2."),
+    ] = None,
     ratio: Annotated[
         float, typer.Option("--ratio", help="ξ: the largest share of a layer that one event removes.")
     ] = OURS.ratio,
@@ -195,7 +212,9 @@ def fit(
         optimizer=optimizer,
         lr=lr,
         ratio=ratio,
-        target=target,
+        target=OURS.target if target is None and max_drop is None else target,
+        max_drop=max_drop,
+        recovery_epochs=recovery_epochs,
         tolerance=tolerance,
         allocate=allocate,
         epochs=epochs,

@@ -74,6 +74,11 @@ class BaseConfig:
             self._check_least(name, least)
         check_option("cpu_seconds", self.cpu_seconds, self.cpu_seconds is None or self.cpu_seconds > 0, "above 0")
 
+    @property
+    def held_out_share(self) -> float:
+        """Of the training examples, for the gate "valid"."""
+        return HELD_OUT_SHARE
+
     def to_dict(self) -> dict[str, Any]:
         """The config as plain values for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

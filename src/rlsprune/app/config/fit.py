@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsprune.app.config.base import OPTIMIZERS, BaseConfig, check_choice
+from rlsprune.app.config.base import HELD_OUT_SHARE, OPTIMIZERS, BaseConfig, check_choice
 from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.metrics import METRICS, TASKS, find_metrics
 from rlsprune.app.config.settings import OURS, RANK, PruningSettings, TrainingSettings, check_option
@@ -16,9 +16,9 @@ __all__ = ["FitConfig", "make_fit_config", "names_function"]
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(BaseConfig):
-    """A run of a user's own network; its method is `rls`, or `none` to train without pruning."""
+    """A run of a user's own network; its method is `rls`, `none` (trains only) or `shrink` (when it is trained)."""
 
-    KNOWN_METHODS = ("rls", "none")
+    KNOWN_METHODS = ("rls", "none", "shrink")
     KNOWN_LOSSES = tuple(LOSSES)
     WHAT = "the config of a run of `rlsprune fit`"
 
@@ -49,6 +49,10 @@ class FitConfig(BaseConfig):
     """The columns of a table that are predicted; none: the last."""
     drop_columns: tuple[str, ...] = ()
     """The columns of a table that are left out."""
+    max_drop: float | None = None
+    """Of `shrink`: the smallest network is kept whose score falls by no more points."""
+    recovery_epochs: int = 2
+    """Of `shrink`: epochs of training after each of its rounds, at most; 0 for the closed form alone."""
     classes: tuple[str, ...] = ()
     """The names of the classes, the labels or the targets, once the data were read."""
     columns: tuple[str, ...] = ()
@@ -67,8 +71,21 @@ class FitConfig(BaseConfig):
             check_choice("metric", self.metric, tuple(METRICS))
             if self.task is not None:
                 find_metrics(self.task, self.metric)
+        self._check_least("recovery_epochs", 0)
+        check_option("max_drop", self.max_drop, self.max_drop is None or self.max_drop > 0, "above 0")
+        if (self.max_drop is None) == (self.method == "shrink"):
+            raise ValueError("--max-drop is a limit to shrinking: leave out --no-prune")
+        if self.method == "shrink" and (self.gate != "valid" or self.baseline):
+            raise ValueError(
+                "--max-drop measures the unpruned network on held-out examples: leave out --gate, --baseline"
+            )
         if self.baseline and self.method == "none":
             raise ValueError("--baseline trains the unpruned network beside the pruned one: leave out --no-prune")
+
+    @property
+    def held_out_share(self) -> float:
+        """A fifth where a limit is measured by them."""
+        return HELD_OUT_SHARE if self.max_drop is None else 1 / 5
 
     def unpruned(self) -> FitConfig:
         """The same network trained without pruning, on the images too that the gate would hold out."""
@@ -125,6 +142,9 @@ def make_fit_config(
         ValueError: A value that there is not.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
+    if given.get("max_drop") is not None:
+        given = {"method": "shrink", **{name: value for name, value in given.items() if value is not None}}
+        epochs = epochs if weights is None else 1  # of looking at it: given weights are not trained first
     gate = given.pop("gate", None) or OURS.gate
     pruning = replace(OURS, gate=gate, ratio=ratio, target=target, allocate=allocate)
     if tolerance is not None:

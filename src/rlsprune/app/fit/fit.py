@@ -21,6 +21,7 @@ from rlsprune.app.data.folders import Channels, read_image_folder
 from rlsprune.app.data.objects import read_objects
 from rlsprune.app.data.tables import read_table, table_parts
 from rlsprune.app.fit.bundle import ONNX, PREDICT, write_int8, write_onnx
+from rlsprune.app.fit.limit import limited
 from rlsprune.app.fit.model import find_builder, find_function, find_layout, load_weights
 from rlsprune.app.fit.standardise import find_standardisation
 from rlsprune.app.fit.targets import TargetScale, find_target_scale
@@ -75,6 +76,12 @@ def fit(
         names = [metric.name for metric in recipe.scoring.metrics]
         summary = {**summary, **{f"unpruned_{name}": unpruned[name] for name in names}}
         with folder.locked():
+            folder.write_json("summary", summary)
+    if config.method == "shrink" and config.weights is None and f"unpruned_{metric_of(summary).name}" not in summary:
+        name = metric_of(summary).name
+        before = [event[f"{name}_before"] for event in folder.read_lines("events")] or [summary[name]]
+        with folder.locked():
+            summary = {**summary, f"unpruned_{name}": before[0]}
             folder.write_json("summary", summary)
     if not leads() or missing_onnx_packages():
         return summary
@@ -193,6 +200,10 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         loss=loss,
         scoring=scoring,
     )
+    if config.max_drop is not None:
+        assert data.valid is not None
+        check_scorable(metrics, loaded, data.valid, "the held-out examples")
+        recipe = limited(config, recipe)
     if config.weights is None:
         return recipe
     prepare(model)  # also: weights that do not fit are found before anything is written

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from rlsprune.app.config.base import HELD_OUT_SHARE, BaseConfig
+from rlsprune.app.config.base import BaseConfig
 from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.data.datasets import Dataset
 from rlsprune.app.run.method import Method
@@ -25,7 +25,7 @@ __all__ = ["build_method", "build_optimizer", "build_recipe", "hold_out"]
 
 def hold_out(config: BaseConfig, data: Dataset) -> Dataset:
     """The same data, with images held out if the gate looks at them."""
-    return data.hold_out(max(1, round(HELD_OUT_SHARE * len(data.train)))) if config.gate == "valid" else data
+    return data.hold_out(max(1, round(config.held_out_share * len(data.train)))) if config.gate == "valid" else data
 
 
 def build_optimizer(config: BaseConfig, model: nn.Module, lr: float) -> Optimizer:

@@ -163,16 +163,19 @@ class Run:
                 self._average.update(self.model)
             observer.batch(number, loss)
 
-        losses = train_epoch(
-            self.network,
-            self.optimizer,
-            self._batches_in_time(),
-            self.share.loss_of(self.network, self.recipe.loss),
-            guard=self.guard,
-            after_backward=self.method.after_backward,
-            after_step=self.method.after_step,
-            on_batch=on_batch,
-        )
+        if self.recipe.trains:
+            losses = train_epoch(
+                self.network,
+                self.optimizer,
+                self._batches_in_time(),
+                self.share.loss_of(self.network, self.recipe.loss),
+                guard=self.guard,
+                after_backward=self.method.after_backward,
+                after_step=self.method.after_step,
+                on_batch=on_batch,
+            )
+        else:
+            losses = EpochLoss(*[self._evaluate(self.data.train).loss] * 2)
         losses = EpochLoss(*self.share.means(list(losses)))
         self.guard.epoch_loss("training", losses.mean)
         for network in dict.fromkeys((self.model, self.result)):

@@ -63,6 +63,8 @@ class Recipe:
     """What to do about a numerical fault: one of `ON_FAULT`."""
     cpu_seconds: float | None = None
     """The processor time after which the run ends, instead of after `epochs`."""
+    trains: bool = True
+    """Whether epochs train; False to prune the network as it is prepared."""
     deterministic: bool = False
     """Whether torch may use only algorithms that give the same numbers every time; see `make_deterministic`."""
 
