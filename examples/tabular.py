@@ -1,6 +1,10 @@
 """Feature selection: a network finds out, while it trains, which columns of a table it needs.
 
     python examples/tabular.py
+    python examples/tabular.py --columns 5
+
+Without a number, columns go until the held-out loss no longer recovers. `rlsprune.sklearn.FeatureSelector` does the
+same for a pipeline of scikit-learn, with several networks.
 
 The table is made up: five of its forty columns tell the class, five repeat those under noise, thirty are noise. The
 network ends with few columns and few units, in a file of its own and in one for ONNX Runtime.
@@ -39,8 +43,8 @@ def evaluate(model: nn.Module, table: Tensor, labels: Tensor) -> tuple[float, fl
     return cross_entropy(outputs, labels).item(), 100 * (outputs.argmax(1) == labels).float().mean().item()
 
 
-def train(table: Tensor, labels: Tensor, epochs: int) -> rlsprune.Pruner:
-    """Trains and prunes until the held-out loss no longer recovers; that is where the needed columns begin."""
+def train(table: Tensor, labels: Tensor, epochs: int, columns: int | None) -> rlsprune.Pruner:
+    """Trains and prunes, down to a number of columns, or to those without which the held-out loss does not recover."""
     torch.manual_seed(0)
     model = build_model()
     # Cross-entropy wants less than the paper's rate of 1; the decay takes away weights that nothing holds.
@@ -53,6 +57,7 @@ def train(table: Tensor, labels: Tensor, epochs: int) -> rlsprune.Pruner:
         ratio=0.2,
         input_ratio=0.2,  # columns go as fast as hidden units
         warmup_epochs=5,
+        target={} if columns is None else {"inputs": columns},
         tolerance=0.1,
         patience=5,  # epochs without recovery after which the last prune is undone
         on_prune=lambda event: print(f"epoch {event.epoch}: {event.kind}, {event.params_after:,} parameters"),
@@ -71,11 +76,13 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--columns", type=int, help="how many columns to keep; nothing else is pruned then")
     parser.add_argument("--out", type=Path, default=Path("tabular"), help="the files' name, without its ending")
     options = parser.parse_args(arguments)
-    pruner = train(*make_table(3000, seed=0), options.epochs)
+    pruner = train(*make_table(3000, seed=0), options.epochs, options.columns)
     kept = pruner.kept_inputs
     print(f"needs the columns {kept.tolist()}; true are {list(TRUE)}")
+    print(f"when each went, the last ones first: {pruner.input_ranking.tolist()}")
 
     # The file holds the indices of the columns too: the network that comes back still takes whole rows.
     pruner.save(options.out.with_suffix(".safetensors"))

@@ -196,39 +196,35 @@ def draw(out: Path) -> None:
         print(f"| table | features | {' | '.join(METHODS)} | all |\n|---|---:|{'---:|' * (len(METHODS) + 1)}")
         for name, case in CASES.items():
             runs = [run for run in found if run["table"] == name]
+            if not runs:
+                continue
             whole = _mean([run["all"][each] for run in runs])
-            for count in case.counts if runs else ():
+            for count in case.counts:
                 cells = [
                     _mean([run["methods"][method]["scores"][str(count)][each] for run in runs]) for method in METHODS
                 ]
                 print(f"| {name} | {count} | {' | '.join(cells)} | {whole} |")
-    print("\n| Friedman1 | true of 5 | noise kept | | among the first five: true |\n|---|---:|---:|---|---|")
+    print("\n| Friedman1 | true columns kept, of 5 | noise kept |\n|---|---:|---:|")
     for name in (name for name in CASES if name.startswith("friedman1")):
         runs = [run for run in found if run["table"] == name]
         if not runs:
             continue
-        chosen = [run["methods"]["FeatureSelector"] for run in runs]
-        kept = {
-            "FeatureSelector": [set(method["order"][: method["needed"]]) for method in chosen],
-            "PrunedRegressor": [set(run["pruned_regressor"]) for run in runs],
-        }
-        first = "; ".join(
-            f"{method} {_plain([len(set(run['methods'][method]['order'][:TRUE]) & set(range(TRUE))) for run in runs])}"
-            for method in METHODS
-        )
-        for method, sets in kept.items():
-            true = [len(features & set(range(TRUE))) for features in sets]
-            noise = [len(features - set(range(TRUE))) for features in sets]
-            print(f"| {name}, {method} | {_plain(true)} | {_plain(noise)} | | {first} |")
+        selected = [run["methods"]["FeatureSelector"] for run in runs]
+        _friedman_row(f'{name}: `FeatureSelector("auto")`', [each["order"][: each["needed"]] for each in selected])
+        _friedman_row(f"{name}: `PrunedRegressor()`", [run["pruned_regressor"] for run in runs])
+        for method in METHODS:
+            _friedman_row(f"{name}: {method}, the first five", [run["methods"][method]["order"][:TRUE] for run in runs])
+
+
+def _friedman_row(title: str, kept: Sequence[Sequence[int]]) -> None:
+    true = [sum(feature < TRUE for feature in features) for features in kept]
+    noise = [sum(feature >= TRUE for feature in features) for features in kept]
+    print(f"| {title} | {statistics.fmean(true):.1f} | {statistics.fmean(noise):.1f} |")
 
 
 def _mean(values: Sequence[float]) -> str:
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.fmean(values):.1f} ± {spread:.1f}"
-
-
-def _plain(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.1f}"
 
 
 def main() -> None:

@@ -425,8 +425,6 @@ def test_run_of_a_device_that_is_not_here_goes_on_with_another(
     assert folder.finished
     written = folder.read_json("config")
     assert (written["device"], written["on_fault"]) == ("cpu", "skip")
-    assert main(["pareto", str(folder.path)]) == 2
-    assert "holds a run of `rlsprune fit`: give the folder of one of `rlsprune run`" in capsys.readouterr().err
 
 
 def test_faults_and_determinism_are_the_recipes(npz: Path, networks: Path) -> None:

@@ -163,12 +163,14 @@ def test_tables_have_named_columns(regressors: Path, tmp_path: Path) -> None:
     frame = load_diabetes(as_frame=True, scaled=False).frame.assign(patient=[f"p{i}" for i in range(442)])
     frame.to_csv(path, index=False)
     command = ["fit", f"{regressors}:ten", "--data", str(path), "--label", "target", "--drop-columns", "patient"]
-    assert main([*command, "--out", str(out), "--epochs", "12", "--threads", "1", "--quiet", "--target", "0.2"]) == 0
+    few = ["--target", "0.5", "--features", "7", "--tolerance", "1"]
+    assert main([*command, *few, "--out", str(out), "--epochs", "12", "--threads", "1", "--quiet"]) == 0
     summary, config = RunFolder(out).read_json("summary"), RunFolder(out).read_json("config")
     assert config["columns"] == ["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]
     assert (config["classes"], config["images"][1]) == (["target"], 88)
     assert summary["kept_columns"] == [config["columns"][index] for index in summary["kept_inputs"]]
-    assert {"bmi", "s5"} <= set(summary["kept_columns"]), "the two that every study of these patients finds"
+    assert len(summary["kept_columns"]) == 7
+    assert "bmi" in summary["kept_columns"], "which every study of these patients finds"
     assert summary["r2"] > 0.2
 
 

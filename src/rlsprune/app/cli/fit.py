@@ -103,6 +103,10 @@ def fit(
             help=f"The share of the parameters at which pruning ends. Default: {OURS.target:g}, none with --max-drop.",
         ),
     ] = None,
+    features: Annotated[
+        int | None,
+        typer.Option("--features", help="How many columns of a table to keep. Default: as many as pruning leaves."),
+    ] = None,
     max_drop: Annotated[
         float | None,
         typer.Option(
@@ -213,6 +217,7 @@ def fit(
         lr=lr,
         ratio=ratio,
         target=OURS.target if target is None and max_drop is None else target,
+        features=features,
         max_drop=max_drop,
         recovery_epochs=recovery_epochs,
         tolerance=tolerance,

@@ -115,6 +115,7 @@ def make_fit_config(
     target: float | None = OURS.target,
     tolerance: float | None = None,
     allocate: bool = OURS.allocate,
+    features: int | None = None,
     epochs: int = 20,
     warmup_epochs: int | None = None,
     average: float = 1.0,
@@ -133,6 +134,7 @@ def make_fit_config(
         tolerance: How far above the least loss at any prune, as a share of it, counts as recovered; None for
             what the experiments use.
         allocate: Whether an event takes from each layer what costs the held-out loss least.
+        features: How many columns of a table are kept.
         epochs: In all.
         warmup_epochs: Epochs before the first prune; None for a tenth of all, or one with `weights`.
         average: See `TrainingSettings`.
@@ -146,7 +148,7 @@ def make_fit_config(
         given = {"method": "shrink", **{name: value for name, value in given.items() if value is not None}}
         epochs = epochs if weights is None else 1  # of looking at it: given weights are not trained first
     gate = given.pop("gate", None) or OURS.gate
-    pruning = replace(OURS, gate=gate, ratio=ratio, target=target, allocate=allocate)
+    pruning = replace(OURS, gate=gate, ratio=ratio, target=target, allocate=allocate, features=features)
     if tolerance is not None:
         pruning = replace(pruning, tolerance=tolerance)
     if warmup_epochs is None:

@@ -48,11 +48,14 @@ class PruningSettings:
     """Whether an event takes from each layer what costs the held-out loss least, instead of ξ from all of them."""
     target_of: str = "params"
     """What the target is a share of: one of `TARGETS`."""
+    features: int | None = None
+    """How many columns of a table are kept; None for as many as pruning leaves."""
 
     def __post_init__(self) -> None:
         check_option("ratio", self.ratio, 0 < self.ratio < 1, "in (0, 1)")
         check_option("target", self.target, self.target is None or 0 < self.target < 1, "in (0, 1)")
         check_option("target_of", self.target_of, self.target_of in TARGETS, f"one of {', '.join(TARGETS)}")
+        check_option("features", self.features, self.features is None or self.features >= 1, "at least 1")
         check_option("tolerance", self.tolerance, 0 <= self.tolerance < math.inf, "a number, at least 0")
         check_option("gate", self.gate, not self.allocate or self.gate == "valid", "valid with --allocate")
 

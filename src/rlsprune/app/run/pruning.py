@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class RLSPruning(NoPruning):
         """
         super().__init__(model, example_inputs)
         self._reunite, self._target, self._allocate = settings.reunite, settings.target, settings.allocate
+        self._target_of, self._features = settings.target_of, settings.features
         # However short the run, it prunes once.
         self._first_prune = warmup_epochs + 1
         self._last_prune = math.inf if epochs is None else epochs - math.ceil(epochs * settings.settle)
@@ -56,7 +58,10 @@ class RLSPruning(NoPruning):
             inverse=settings.inverse,
             statistics=settings.statistics,
             patience=settings.patience,
-            target=None if settings.target is None else {settings.target_of: settings.target},
+            target={
+                **({} if settings.target is None else {settings.target_of: settings.target}),
+                **({} if settings.features is None else {"inputs": settings.features}),
+            },
             tolerance=settings.tolerance,
         )
 
@@ -95,6 +100,14 @@ class RLSPruning(NoPruning):
         """Goes back to the last network that had recovered, if this one has not."""
         seen = len(self.pruner.history)
         self.pruner.finish()
+        kept = self.pruner.kept_inputs
+        if self._features is not None and (not isinstance(kept, Tensor) or len(kept) > self._features):
+            left = len(kept) if isinstance(kept, Tensor) else "all"
+            warnings.warn(
+                f"--features {self._features}: {left} columns are left, as the loss did not recover from more. Give "
+                "more --epochs or a larger --tolerance",
+                stacklevel=2,
+            )
         return self._newest(seen)
 
     def gate_level(self) -> float | None:
@@ -103,8 +116,13 @@ class RLSPruning(NoPruning):
         return None if (self.ended and self.pruner.recovered) or math.isinf(level) else level
 
     def missed_target(self) -> float | None:
-        """The run's target, unless it is reached."""
-        return None if self.pruner.target_reached else self._target
+        """The run's target, unless it is reached: of two, the one of the inputs has a warning of its own."""
+        history = self.pruner.history
+        if self.pruner.target_reached or self._target is None or not history:
+            return None if self.pruner.target_reached else self._target
+        first, last = history[0], history[-1]
+        share = getattr(last, f"{self._target_of}_after") / max(getattr(first, f"{self._target_of}_before"), 1)
+        return None if share <= self._target else self._target
 
     def state_dict(self) -> dict[str, Any]:
         """The pruner's."""
