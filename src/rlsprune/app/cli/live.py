@@ -145,6 +145,8 @@ class LiveObserver(LineObserver):
             if loss is None:
                 return text
             return text.append(f"; it is {loss:.4f}", "green" if loss < level else "yellow")
+        if self._config.get("method") == "shrink":
+            return Text("none: the network is shrunk when it is trained", "dim")
         if self._config.get("pruning") is None or self._config.get("method") == "none":
             return Text("none: this method does not wait for a loss", "dim")
         if last is not None and last["weights_percent"] < 100:
