@@ -3,8 +3,8 @@
     python examples/transformer.py
 
 The task is made up: of two marked tokens in a sequence, which one stands first? Attention has to find them, and the
-wide feed-forward layers have more room than that takes. Heads go as a whole, and dimensions inside of them too. The width
-of the embedding stays: layer norms and shortcuts tie it together through the whole network.
+wide feed-forward layers have more room than that takes. Heads go as a whole, and dimensions inside of them too. The
+width of the embedding stays: layer norms and shortcuts tie it together through the whole network.
 """
 
 import argparse

@@ -122,3 +122,14 @@ def test_defaults_in_the_settings_are_those_of_the_code() -> None:
         defaults = [signature.parameters[name].default for name in names]
         values = [None if value == "none" else ast.literal_eval(value.strip("`")) for value in shown.split(", ")]
         assert values == defaults, names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_lists_and_tables_stand_apart(page: Path) -> None:
+    """Without an empty line before it, the site shows a list or a table as running text."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n", text):
+        first, *others = paragraph.strip().splitlines() or [""]
+        starts = re.compile(r"(- |\d+\. |\|)")
+        if not starts.match(first) and not first.startswith(("<!--", "#")):
+            assert not [line for line in others if starts.match(line)], first
