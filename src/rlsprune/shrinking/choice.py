@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ class _Seen:
     """How much the error of each output counts."""
     variance: float = 0.0
     damping: float = DAMPING
-    """More where there are fewer inputs than a layer has: else channels would seem to stand in for each other."""
+    """More where there are fewer rows than inputs: else channels would seem to stand in for each other."""
 
     def matrix(self) -> Tensor:
         """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
@@ -141,9 +140,8 @@ def _look(
     places = draw_places(stops, seed)
     pairs = list(zip(stops, places, strict=True))
     seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
-    owners = _owners(stops, places)
-    if len(torch.unique(owners)) < seen.rows[-1].shape[2]:
-        seen.damping = max(seen.damping, float(shrinkage(seen.rows[-1], owners).mean()))
+    if seen.rows[-1].shape[1] < seen.rows[-1].shape[2]:
+        seen.damping = max(seen.damping, float(shrinkage(seen.rows[-1]).mean()))
     results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
     scale, _ = affine_of(norms, results)
     if not stops[0].site.sums:
@@ -155,16 +153,6 @@ def _look(
         results = layer_norm(results)
     seen.scale, seen.weights = scale, _with_bias(stops[0].product, seen.rows[0].shape[2])
     seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
-
-
-def _owners(stops: Sequence[Stop], places: Sequence[Tensor]) -> Tensor:
-    """Which input of the network each of the drawn rows is of."""
-    owners, start = [], 0
-    for stop, where in zip(stops, places, strict=True):
-        batch, *inside = stop.product.spatial or (1,)
-        owners.append(start + where // math.prod(inside))
-        start += batch
-    return torch.cat(owners)
 
 
 def _output_projections(group: Group, groups: Sequence[Group]) -> Sequence[Member]:

@@ -17,36 +17,25 @@ MOST_INPUTS = 4608
 """With more inputs than this, or more inputs than rows, the problem is solved in the space of its rows."""
 
 
-def shrinkage(rows: Tensor, owners: Tensor) -> Tensor:
+def shrinkage(rows: Tensor) -> Tensor:
     """The damping that a sample of inputs calls for, as a share of the mean of the diagonal of ``S = XᵀX/m``.
 
     With few rows S is further from the true autocorrelation than ``(1 − ρ)S + ρμI`` is, where μ is the mean of its
-    diagonal and ρ the expected ``‖S − E S‖²`` over ``‖S − μI‖²`` (Ledoit and Wolf, 2004): a damping of ``ρ / (1 − ρ)``.
-    Rows of one input of the network, such as the patches of an image, are alike, so inputs are what is counted: with
-    ``S_i`` of the rows of input i, of which there is a share ``w_i``, the numerator is ``Σ w_i²‖S_i‖² − ‖S‖² Σ w_i²``.
+    diagonal and ``ρ = (mean ‖x‖⁴ − ‖S‖²) / (m ‖S − μI‖²)`` (Ledoit and Wolf, 2004): a damping of ``ρ / (1 − ρ)``.
 
     Args:
         rows: X, ``(groups, m, n)``.
-        owners: Which input each row is of, ``(m,)``, ascending.
 
     Returns:
         One number for each group.
     """
     m, n = rows.shape[1:]
-    counts = torch.unique_consecutive(owners, return_counts=True)[1]
-    square = _square_norm(rows) / m**2
-    parts = torch.stack([_square_norm(part) for part in torch.split(rows, counts.tolist(), dim=1)]).sum(0) / m**2
-    noise = parts - square * float(counts.square().sum()) / m**2
-    trace = exact(rows.square().sum((1, 2))) / m
-    spread = (square - trace.square() / n).clamp_min(torch.finfo(torch.float32).tiny)
-    rho = (noise / spread).clamp(0.0, _MOST_SHRUNK)
+    gram = exact(rows.mT @ rows if n <= m else rows @ rows.mT)
+    lengths = exact(rows.square().sum(2))
+    square = gram.square().sum((1, 2)) / m**2  # ‖S‖²
+    spread = (square - lengths.mean(1).square() / n).clamp_min(torch.finfo(torch.float32).tiny)
+    rho = ((lengths.square().mean(1) - square) / (m * spread)).clamp(0.0, _MOST_SHRUNK)
     return rho / (1 - rho)
-
-
-def _square_norm(rows: Tensor) -> Tensor:
-    """``‖XᵀX‖²`` for each group."""
-    gram = rows.mT @ rows if rows.shape[2] <= rows.shape[1] else rows @ rows.mT
-    return exact(gram).square().sum((1, 2))
 
 
 class LeastSquares:
