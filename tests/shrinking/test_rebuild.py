@@ -14,7 +14,7 @@ from rlsprune.graph.layers import axis_of
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.product import product_of
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit, shrinkage
+from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit
 from rlsprune.shrinking.norms import make_consistent
 from rlsprune.shrinking.rebuild import Calibration, rebuild
 from zoo import ZOO, evaluate
@@ -126,24 +126,6 @@ def test_least_squares_is_the_damped_closed_form(rows: int, width: int, groups: 
     system = torch.cat([X, root * torch.eye(width).double().expand(groups, -1, -1)], dim=1)
     wanted = torch.linalg.lstsq(system, torch.cat([Y, root * start], dim=1)).solution
     torch.testing.assert_close(LeastSquares(X, start, 0.1)(Y), wanted)
-
-
-@pytest.mark.parametrize(("count", "width"), [(30, 12), (30, 60)])
-def test_the_damping_of_few_rows_brings_their_autocorrelation_nearest_to_the_true_one(count: int, width: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    factor = torch.randn(width, width, generator=generator, dtype=torch.float64).tril()
-    shares = torch.linspace(0.0, 0.98, 50, dtype=torch.float64).view(-1, 1, 1)
-    errors, asked = torch.zeros(50, dtype=torch.float64), 0.0
-    for _ in range(100):
-        rows = torch.randn(count, width, generator=generator, dtype=torch.float64) @ factor.mT
-        S = rows.mT @ rows / count
-        level = S.diagonal().mean() * torch.eye(width, dtype=torch.float64)
-        errors += ((1 - shares) * S + shares * level - factor @ factor.mT).square().sum((1, 2))
-        damping = float(shrinkage(rows.unsqueeze(0)))
-        asked += damping / (1 + damping) / 100
-    assert abs(asked - float(shares[errors.argmin()])) < 0.1
-    plenty = torch.randn(1, 50_000, width, generator=generator) @ factor.mT.float()
-    assert float(shrinkage(plenty)) < 0.01
 
 
 def test_a_clipped_fit_reaches_the_optimum_of_the_convex_problem() -> None:

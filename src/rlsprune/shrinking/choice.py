@@ -15,7 +15,7 @@ from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import product_norms, weight_norms
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
-from rlsprune.shrinking.leastsquares import MOST_INPUTS, shrinkage
+from rlsprune.shrinking.leastsquares import MOST_INPUTS
 from rlsprune.shrinking.rebuild import DAMPING, Calibration, affine_of, can_shift, draw_places, gather_rows
 from rlsprune.shrinking.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
@@ -36,8 +36,6 @@ class _Seen:
     scale: Tensor | None = None
     """How much the error of each output counts."""
     variance: float = 0.0
-    damping: float = DAMPING
-    """More where there are fewer rows than inputs: else channels would seem to stand in for each other."""
 
     def matrix(self) -> Tensor:
         """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
@@ -123,7 +121,7 @@ def find_curves(
             if not calls[site.layer]:
                 done.add(site.layer)
                 if site.shared:
-                    choice.shared[site.layer] = _autocorrelation(seen[site.layer].matrix(), DAMPING)
+                    choice.shared[site.layer] = _autocorrelation(seen[site.layer].matrix())
                 settle(done)
     settle(done, final=True)
     return choice
@@ -140,8 +138,6 @@ def _look(
     places = draw_places(stops, seed)
     pairs = list(zip(stops, places, strict=True))
     seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
-    if seen.rows[-1].shape[1] < seen.rows[-1].shape[2]:
-        seen.damping = max(seen.damping, float(shrinkage(seen.rows[-1]).mean()))
     results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
     scale, _ = affine_of(norms, results)
     if not stops[0].site.sums:
@@ -190,8 +186,8 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader:
     matrix, index = seen.weights, input_rows(member.module, member.index)
     if width > MOST_INPUTS and groups == 1:
         part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
-        return ReaderInRows(from_rows(part, seen.damping), (matrix * counts)[0], index[0])
-    return Reader(_autocorrelation(rows, seen.damping), matrix * counts, index)
+        return ReaderInRows(from_rows(part, DAMPING), (matrix * counts)[0], index[0])
+    return Reader(_autocorrelation(rows), matrix * counts, index)
 
 
 def _with_bias(product: Product, width: int) -> Tensor:
@@ -204,9 +200,9 @@ def _with_bias(product: Product, width: int) -> Tensor:
     return torch.cat([matrix, last], dim=1)
 
 
-def _autocorrelation(rows: Tensor, damping: float) -> Tensor:
+def _autocorrelation(rows: Tensor) -> Tensor:
     """``XᵀX/m``, damped."""
     result = exact(rows.mT @ rows) / rows.shape[1]
     mean_square = max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
-    result.diagonal(dim1=-2, dim2=-1).add_(damping * mean_square)
+    result.diagonal(dim1=-2, dim2=-1).add_(DAMPING * mean_square)
     return result

@@ -10,32 +10,10 @@ from torch import Tensor
 from rlsprune.model.tensors import exact
 from rlsprune.statistics.inverse import cholesky_positive
 
-__all__ = ["LeastSquares", "clipped_fit", "shrinkage"]
+__all__ = ["LeastSquares", "clipped_fit"]
 
-_MOST_SHRUNK = 0.99
 MOST_INPUTS = 4608
 """With more inputs than this, or more inputs than rows, the problem is solved in the space of its rows."""
-
-
-def shrinkage(rows: Tensor) -> Tensor:
-    """The damping that a sample of inputs calls for, as a share of the mean of the diagonal of ``S = XᵀX/m``.
-
-    With few rows S is further from the true autocorrelation than ``(1 − ρ)S + ρμI`` is, where μ is the mean of its
-    diagonal and ``ρ = (mean ‖x‖⁴ − ‖S‖²) / (m ‖S − μI‖²)`` (Ledoit and Wolf, 2004): a damping of ``ρ / (1 − ρ)``.
-
-    Args:
-        rows: X, ``(groups, m, n)``.
-
-    Returns:
-        One number for each group.
-    """
-    m, n = rows.shape[1:]
-    gram = exact(rows.mT @ rows if n <= m else rows @ rows.mT)
-    lengths = exact(rows.square().sum(2))
-    square = gram.square().sum((1, 2)) / m**2  # ‖S‖²
-    spread = (square - lengths.mean(1).square() / n).clamp_min(torch.finfo(torch.float32).tiny)
-    rho = ((lengths.square().mean(1) - square) / (m * spread)).clamp(0.0, _MOST_SHRUNK)
-    return rho / (1 - rho)
 
 
 class LeastSquares:
