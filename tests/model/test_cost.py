@@ -233,3 +233,17 @@ def test_activations_that_a_module_keeps_in_a_dict_are_no_obstacle() -> None:
     model = nn.Linear(5, 4)
     model.cache = {"last": model(torch.randn(2, 5)), "parts": [model.weight * 2]}
     assert profile(model, torch.randn(2, 5), min_seconds=0).params == 24
+
+
+def test_a_module_that_is_called_with_a_view_of_a_parameter() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.layer = nn.Parameter(torch.randn(1, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(self.token.expand(len(x), -1))
+
+    model = Token()
+    assert count(model, torch.randn(3, 2)) == (14, 2 * 3 * 4 * 2)
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -209,9 +209,22 @@ def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[st
 def _flops(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, dict[Any, int]]:
     """FLOPs by module and operation, from one run; ``"Global"`` has them all."""
     counter = FlopCounterMode(display=False)
-    with inference(model, example_inputs) as (plain, args, kwargs), _plain_products(), counter:
+    with inference(model, example_inputs) as (plain, args, kwargs), _frozen(plain), _plain_products(), counter:
         plain(*args, **kwargs)
     return {"Global": {}, **counter.get_flop_counts()}
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Parameters that need no gradient: torch's counter cannot follow a view of one that does through a module."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager
