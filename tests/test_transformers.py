@@ -13,10 +13,14 @@ from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -142,22 +146,49 @@ def test_checkpoints_have_the_model_that_was_evaluated(tmp_path: Path) -> None:
         assert again["eval_loss"] == pytest.approx(line["eval_loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "vit"])
-def test_models_pruned_by_hand_are_saved_with_their_shape(name: str, tmp_path: Path) -> None:
+def test_a_model_that_shrink_made_smaller_is_saved_with_its_shape(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    inputs = {"input_ids": torch.randint(0, 20, (4, 5))}
-    model: Any
-    if name == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": 1}))
-    else:
-        model = ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4))
-        inputs = {"pixel_values": torch.rand(4, 3, 8, 8)}
-    before = size(model)
-    small = rlsprune.shrink(model.eval(), [inputs] * 2, target={"params": 0.9}).model
+    model = ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4)).eval()
+    inputs, before = {"pixel_values": torch.rand(4, 3, 8, 8)}, size(model)
+    small = rlsprune.shrink(model, [inputs] * 2, target={"params": 0.9}).model
     assert size(small) < before
     save_pretrained(small, tmp_path)
     assert same_outputs(from_pretrained(tmp_path), small, **inputs)
     assert same_outputs(from_pretrained(tmp_path, model_class=type(small)), small, **inputs)
+
+
+LANGUAGE_MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=20, n_positions=8, bos_token_id=1, eos_token_id=2)
+    ),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL | {"num_attention_heads": 4}, num_key_value_heads=2)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=1,
+            num_heads=4,
+            vocab_size=20,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_language_models_are_loaded_with_fewer_heads_and_narrower_layers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, ids = LANGUAGE_MODELS[name](), torch.randint(3, 20, (4, 5))
+    before = size(model)
+    inputs = {"input_ids": ids, "labels": ids}
+    pruner = rlsprune.Pruner(model, torch.optim.AdamW(model.parameters()), inputs, ratio=0.3)
+    pruner.calibrate([inputs])
+    pruner.prune()
+    assert size(model) < before
+    save_pretrained(model, tmp_path)
+    assert same_outputs(from_pretrained(tmp_path), model, **inputs)
 
 
 def test_an_unpruned_model_loads_either_way(tmp_path: Path) -> None:
