@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+import wandb
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
+from app.run.test_loggers import history_of
 from rlsprune.lightning import LoadsPruned, PruneCallback
 
 
@@ -95,12 +98,48 @@ def test_lightning_ends_in_a_smaller_network_that_onnxruntime_runs(
         assert np.allclose(outputs, module.eval()(inputs).numpy(), atol=1e-5)
 
 
-def test_the_loggers_of_lightning_show_the_size(tmp_path: Path) -> None:
+def of_csv(folder: Path) -> tuple[Any, Callable[[], list[float]]]:
+    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+
+    def logged() -> list[float]:
+        with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
+            return [float(row["rlsprune_parameters"]) for row in csv.DictReader(file) if row["rlsprune_parameters"]]
+
+    return logger, logged
+
+
+def of_mlflow(folder: Path) -> tuple[Any, Callable[[], list[float]]]:
+    logger = MLFlowLogger(tracking_uri=folder.as_uri())
+
+    def logged() -> list[float]:
+        history = logger.experiment.get_metric_history(str(logger.run_id), "rlsprune_parameters")
+        return [point.value for point in history]
+
+    return logger, logged
+
+
+def of_wandb(folder: Path) -> tuple[Any, Callable[[], list[float]]]:
+    logger = WandbLogger(save_dir=folder, offline=True)
+
+    def logged() -> list[float]:
+        logger.experiment.finish()
+        wandb.teardown()  # its own process has then written everything
+        (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+        return [row["rlsprune_parameters"] for row in history_of(file) if "rlsprune_parameters" in row]
+
+    return logger, logged
+
+
+@pytest.mark.parametrize("make", [of_csv, of_mlflow, of_wandb])
+def test_the_loggers_of_lightning_show_the_size(
+    make: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     used = trainer(tmp_path, 4, PruneCallback(**SETTINGS))
-    used.logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    used.logger, logged = make(tmp_path)
     used.fit(Classifier(), batches())
-    with (Path(used.logger.log_dir) / "metrics.csv").open(newline="") as file:
-        sizes = [float(row["rlsprune_parameters"]) for row in csv.DictReader(file) if row["rlsprune_parameters"]]
+    sizes = logged()
     assert len(sizes) == 4
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < sizes[0]

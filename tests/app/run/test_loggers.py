@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
@@ -185,6 +186,7 @@ def test_wandb_has_the_runs_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
     assert main(["run", *TINY, "--epochs", "2", "--warmup-epochs", "1", "--out", str(out), "--logger", "wandb"]) == 0
+    wandb.teardown()  # its own process has then written everything
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     told = history_of(file)
     metrics = RunFolder(out).read_lines("metrics")
