@@ -206,7 +206,8 @@ class FactoredInverse:
                 return self._refit_by_whitened(weights, gone, stay)
             lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows)
             explaining = torch.cholesky_solve(lost, left()._factor)
-            return _rows(weights, stay) + (left().rows.mT @ explaining).to(weights)
+            # The largest product, and what it adds to: both in the dtype of the weights.
+            return _rows(weights, stay) + left().rows.to(weights).mT @ explaining.to(weights)
 
         return Removal(stay, refit, left)
 
@@ -215,7 +216,7 @@ class FactoredInverse:
         known = self._whitened.index_select(1, gone)
         unknown = torch.eye(len(gone), dtype=known.dtype, device=known.device) - known.mT @ known
         lost = torch.cholesky_solve(_rows(weights, gone).to(known), cholesky_positive(unknown))
-        return _rows(weights, stay) + (self._whitened.mT.index_select(0, stay) @ (known @ lost)).to(weights)
+        return _rows(weights, stay) + self._whitened.index_select(1, stay).to(weights).mT @ (known @ lost).to(weights)
 
 
 def inverses_of(form: Form) -> list[Inverse]:
