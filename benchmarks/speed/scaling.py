@@ -6,14 +6,20 @@ Every rank is a process with one thread on this machine, talking through the loo
 share of the same batch. Times are medians of wall-clock steps as multiples of momentum SGD's under plain DDP on as many
 ranks, in the same processes one after the other; with fewer free cores than ranks they say nothing. Bytes are what one
 rank hands to all-reduce in a step, before the backend's own algorithm multiplies them (by about 2 for a ring).
+
+The second table is of an event on a network divided by ``fully_shard`` (on one rank: whole), trained by AdamW: what the
+process grew by while it lasted, beside what the rank keeps of the network and the largest tensor that is cut.
 """
 
 import argparse
+import gc
 import os
+import resource
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
@@ -109,6 +117,67 @@ def rank_main(network: str, batch: int, steps: int) -> None:
     dist.destroy_process_group()
 
 
+def event_main(width: int, batch: int) -> None:
+    """One rank: an event on a network that is divided, and what it takes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        *(nn.Linear(width // 2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
+    )
+    whole = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    if ranks > 1:
+        for layer in (model[0], model[2], model):  # type: ignore[index]
+            fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    inputs = torch.rand(batch, width // 2, generator=torch.Generator().manual_seed(0))
+    pruner = rlsprune.Pruner(model, optimizer, inputs[:1], ratio=0.2, warmup_epochs=0, patience=None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs.chunk(ranks)[rank]).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    dist.barrier()
+    with Growth() as growth:
+        started = time.perf_counter()
+        event = pruner.step(1.0)
+        seconds = time.perf_counter() - started
+    assert event is not None
+    if rank == 0:
+        part = sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in model.parameters())
+        print(
+            f"{ranks:5} {seconds:8.2f} {growth.most / 2**20:9.0f} {whole / 2**20:10.0f} {part / 2**20:11.0f} "
+            f"{largest / 2**20:12.0f} {event.params_after / event.params_before:8.2f}",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+class Growth:
+    """By how much this process grew at most while a block ran."""
+
+    def __enter__(self) -> "Growth":
+        gc.collect()
+        self.start, self.most, self._over = self._resident(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, self._resident() - self.start)
+
+    @staticmethod
+    def _resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def tensors(state: Any) -> list[Tensor]:
     """All tensors in nested containers."""
     if isinstance(state, Tensor):
@@ -124,18 +193,30 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", default="1,2", help="how many processes, separated by commas")
+    parser.add_argument("--width", type=int, default=4096, help="of the network that is divided")
     options = parser.parse_args()
     if "RANK" in os.environ:
-        rank_main(options.network, options.batch, options.steps)
+        if os.environ["PART"] == "step":
+            rank_main(options.network, options.batch, options.steps)
+        else:
+            event_main(options.width, options.batch)
         return
     print(f"{options.network}, global batch {options.batch}")
     print("ranks optimizer        state/rank MiB   step ms  vs. SGD  gradients MiB  ours MiB")
-    for ranks in map(int, options.ranks.split(",")):
+    start("step", options.ranks)
+    print(f"event, {options.width // 2}-{options.width}-{options.width}-{CLASSES}, MiB")
+    print("ranks  event s  grown by  all weights  of this rank  largest cut  params left")
+    start("event", options.ranks)
+
+
+def start(part: str, numbers: str) -> None:
+    """One process per rank, for each number of ranks."""
+    for ranks in map(int, numbers.split(",")):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-        shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PART": part}
         command = [sys.executable, "-m", "benchmarks.speed.scaling", *sys.argv[1:]]
         root = Path(__file__).parents[2]
         processes = [subprocess.Popen(command, cwd=root, env={**shared, "RANK": str(rank)}) for rank in range(ranks)]

@@ -52,17 +52,15 @@ def results(folder: Path) -> tuple[list[dict[str, object]], list[str], bytes]:
 
 def killed(ranks: int, arguments: list[str], out: Path, rng: random.Random, seconds: float) -> bool:
     """Kills one process of a run, the launcher or a rank, after a random time; False if the run was over by then."""
-    process = subprocess.Popen(
-        command(ranks, *arguments),
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    log = out.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command(ranks, *arguments), env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
     children: list[int] = []
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(rng.uniform(0, seconds)) == 0, "it ended by itself"
+            assert process.wait(rng.uniform(0, seconds)) == 0, log.read_text()
             return False
         found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         children = [int(pid) for pid in found]
