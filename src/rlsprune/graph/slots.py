@@ -68,16 +68,13 @@ class Slots:
 
     def settle(self) -> None:
         """Rows and columns stay a rectangle: whole rows go or whole columns, by default the same of every row."""
-        changed = True
-        while changed:
-            changed = False
-            for grid in self.grids:
-                sets = torch.tensor([self.find(slot) if slot >= 0 else -1 for slot in grid.flatten().tolist()])
-                sets = sets.view(grid.shape)
-                if not any(_only_along(sets, dim) for dim in range(sets.ndim)):
-                    rows = grid.reshape(-1, grid.shape[-1])
-                    self.tie_all(rows, rows[:1].expand(rows.shape))
-                    changed = True
+        for grid in self.grids:
+            # What is settled stays so: ties only join sets.
+            sets = torch.tensor([self.find(slot) if slot >= 0 else -1 for slot in grid.flatten().tolist()])
+            sets = sets.view(grid.shape)
+            if not any(_only_along(sets, dim) for dim in range(sets.ndim)):
+                rows = grid.reshape(-1, grid.shape[-1])
+                self.tie_all(rows, rows[:1].expand(rows.shape))
 
     def units(self) -> dict[int, dict[Place, list[int]]]:
         """The sets: representative → place → channels, ascending."""
