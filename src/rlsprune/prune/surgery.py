@@ -18,7 +18,7 @@ from rlsprune.distributed.ranks import find_ranks
 from rlsprune.graph import ChannelGraph, find_groups, open_attention_of
 from rlsprune.graph.cuts import Cuts, cut
 from rlsprune.model.calls import ExampleInputs, measurable
-from rlsprune.model.sharded import settle
+from rlsprune.model.sharded import settle, sharded_modules
 from rlsprune.model.sizes import write_sizes
 from rlsprune.model.tensors import replace_data
 from rlsprune.optim.rls import RLS
@@ -45,6 +45,7 @@ class LiveNetwork:
         """The processes that train the network together, or None."""
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._divided = bool(sharded_modules(self.model))
         self.optimizer, self.copies = optimizer, list[nn.Module]()
         self._example_inputs, self._ignore = example_inputs, ignore if isinstance(ignore, str) else tuple(ignore)
         self._graph: ChannelGraph | None = self._find_graph()
@@ -65,7 +66,8 @@ class LiveNetwork:
     def cut(self, cuts: Cuts) -> None:
         """Carries a plan out on everything."""
         apply_cuts(self.model, cuts, self.optimizer, self.copies)
-        settle(self.model)
+        if self._divided:
+            settle(self.model)
         self.graph.shrink(cuts)
 
     def check_unchanged(self) -> None:
