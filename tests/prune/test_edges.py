@@ -391,3 +391,15 @@ def test_an_event_inside_autocast_is_made_in_full_precision() -> None:
             model(inputs).sum().backward()
     assert events[0].removed == events[1].removed
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+
+
+def test_a_parameter_that_was_replaced_is_told_before_anything_is_cut() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = rlsprune.RLS(model)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 6), ratio=0.5)
+    model(torch.rand(4, 6)).sum().backward()
+    optimizer.step()
+    model[0].weight = nn.Parameter(torch.rand(8, 6))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced by another parameter"):
+        pruner.prune()
+    assert model[0].weight.shape == (8, 6)

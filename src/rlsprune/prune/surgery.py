@@ -49,6 +49,7 @@ class LiveNetwork:
         self.optimizer, self.copies = optimizer, list[nn.Module]()
         self._example_inputs, self._ignore = example_inputs, ignore if isinstance(ignore, str) else tuple(ignore)
         self._graph: ChannelGraph | None = self._find_graph()
+        self._parameters = dict(self.model.named_parameters())
         self._shapes = self._present_shapes()
 
     @property
@@ -78,6 +79,14 @@ class LiveNetwork:
         for member in (member for group in self.graph for member in group.members if member.dim is None):
             if modules.get(member.name) is not member.module:
                 raise RuntimeError(f"{member.name!r} is not the layer that it was: {remedy}")
+        trained = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        own = dict(self.model.named_parameters())
+        for name, known in self._parameters.items():
+            if id(known) in trained and own.get(name) is not known:
+                raise RuntimeError(
+                    f"{name!r} was replaced by another parameter, which the optimizer does not train: make a new "
+                    "optimizer, and a new Pruner for both"
+                )
         present = self._present_shapes()
         for name in {**self._shapes, **present}:
             if present.get(name) != self._shapes.get(name):
