@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.quality.shrink import Record
-from rlsprune.graph import Group
+from rlsprune.graph import Group, find_groups, plan_cuts
 from rlsprune.prune.criteria import l1
+from rlsprune.prune.snapshot import Snapshot
+from rlsprune.prune.surgery import apply_cuts
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 from rlsprune.shrinking.elimination import Curve
 from rlsprune.shrinking.rebuild import Calibration
@@ -165,27 +167,49 @@ class ClosedForms:
         form.apply(form.plan(self._case.target(share)))
         return copy.deepcopy(model)
 
-    def uniform(self, share: float, order: Callable[[Group], list[int]], *, refit: bool) -> Encoder:
-        """The same share of every group, in another order, refitted or not."""
+    def refitted(self, share: float, order: Callable[[Group], list[int]]) -> Encoder:
+        """The same share of every group, in another order, refitted as `shrink` does it."""
         model, form = self.of(turn=False)
         curves = form.curves
         form.curves = {group.name: Curve(order(group), curves[group.name].costs) for group in form.whole_groups}
-        low, high = 0.0, 1.0
-        plan = CutPlan({}, 0.0)
-        for _ in range(12):
-            middle = (low + high) / 2
-            tried = CutPlan({group.name: math.floor(middle * (group.size - 1)) for group in form.whole_groups}, 0.0)
-            form.cut(tried)
-            if self._case.share(model) <= share:
-                high, plan = middle, tried
-            else:
-                low = middle
-        if refit:
-            form.apply(plan)
-        else:
-            form.cut(plan)
+
+        def cut(gone: dict[str, int]) -> bool:
+            form.cut(CutPlan(gone, 0.0))
+            return self._case.share(model) <= share
+
+        form.apply(CutPlan(_same_share(form.whole_groups, cut), 0.0))
         form.curves = curves
         return copy.deepcopy(model)
+
+
+def uniform(case: Case, share: float, order: Callable[[Group], list[int]]) -> Encoder:
+    """The same share of every group, in some order, and nothing refitted."""
+    model = copy.deepcopy(case.model)
+    groups = find_groups(model, {key: value[:1] for key, value in case.batches[0].items()}).groups
+    orders = {group.name: order(group) for group in groups}
+    start = Snapshot(model, copy=True)
+
+    def cut(gone: dict[str, int]) -> bool:
+        start.restore()
+        apply_cuts(model, plan_cuts([(group, orders[group.name][: gone[group.name]]) for group in groups]))
+        return case.share(model) <= share
+
+    cut(_same_share(groups, cut))
+    return model
+
+
+def _same_share(groups: Sequence[Group], cut: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+    """How many units of each group go, equally many in proportion, so that the network is just small enough."""
+    low, high = 0.0, 1.0
+    found = {group.name: group.size - 1 for group in groups}
+    for _ in range(12):
+        middle = (low + high) / 2
+        tried = {group.name: math.floor(middle * (group.size - 1)) for group in groups}
+        if cut(tried):
+            high, found = middle, tried
+        else:
+            low = middle
+    return found
 
 
 def _at_random(group: Group) -> list[int]:
@@ -237,10 +261,10 @@ METHODS: dict[str, Callable[[Case, ClosedForms, float], Encoder]] = {
     "rlsprune.shrink": lambda case, forms, share: forms.shrunk(share),
     "heads not turned": lambda case, forms, share: forms.shrunk(share, turn=False),
     "feed-forward widths alone": lambda case, forms, share: forms.shrunk(share, heads=False),
-    "L1, refitted": lambda case, forms, share: forms.uniform(share, _by_norm, refit=True),
-    "random, refitted": lambda case, forms, share: forms.uniform(share, _at_random, refit=True),
-    "L1": lambda case, forms, share: forms.uniform(share, _by_norm, refit=False),
-    "random": lambda case, forms, share: forms.uniform(share, _at_random, refit=False),
+    "L1, refitted": lambda case, forms, share: forms.refitted(share, _by_norm),
+    "random, refitted": lambda case, forms, share: forms.refitted(share, _at_random),
+    "L1": lambda case, forms, share: uniform(case, share, _by_norm),
+    "random": lambda case, forms, share: uniform(case, share, _at_random),
     "torch-pruning, L2": lambda case, forms, share: rival(case, share),
 }
 
