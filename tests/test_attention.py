@@ -11,7 +11,9 @@ from torch import nn
 
 import rlsprune
 from rlsprune.graph import find_groups, open_attention_of
+from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.principal import turn_heads
+from rlsprune.shrinking.rebuild import Calibration
 from zoo import ZOO, evaluate, remove, some_units
 
 NAMES = ["vit-heads", "swin", "bert", "llama", "hybrid", "torch-attention", "torch-cross-attention"]
@@ -117,3 +119,30 @@ def test_pruner_takes_heads_by_every_criterion(criterion: str) -> None:
     assert model.block.attention.inner.num_heads == 2
     assert model.block.attention.inner.in_proj_weight.shape == (24, 12)
     assert model.block.attention.inner.out_proj.weight.shape == (12, 8)
+
+
+def test_errors_count_as_they_are_behind_a_layer_norm() -> None:
+    """A channel that is large in front of a layer norm, which makes it small again, does not hide the others."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    curves = []
+    for size in (1.0, 1000.0):
+        model = _PostNorm()
+        with torch.no_grad():
+            model.shortcut.weight[0] *= size
+            model.norm.weight[0] /= size
+        form = ClosedForm(model, x[:1], Calibration([x], [len(x)]))
+        assert form.sites["fc2", 0].layer_norm == "norm"
+        curves.append(form.curves["fc1"].costs)
+    assert curves[1][-1] > 0.01 * curves[0][-1]
+
+
+class _PostNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.shortcut, self.fc1, self.fc2 = nn.Linear(8, 6), nn.Linear(8, 12), nn.Linear(12, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.shortcut(x) + self.fc2(self.fc1(x).relu())))
