@@ -41,7 +41,7 @@ def test_record_can_be_run_again(record: Path) -> None:
     assert list(given)[:4] == ["claim", "date", "seeds", "machine"]
     assert given["date"] == record.name[:10]
     text = record.read_text(encoding="utf-8")
-    assert re.search(r"^```sh\n(rlsprune|python -m benchmarks|python examples/)", text, re.MULTILINE)
+    assert re.search(r"^```sh\n(?:pip install .+\n)?(rlsprune|python -m benchmarks|python examples/)", text, re.MULTILINE)
     named = re.findall(r"`(docs/[^`]+)`", given["files"])
     assert named or given["files"].startswith("none: the benchmark prints")
     for path in named:
@@ -137,3 +137,13 @@ def test_rows_of_trained_networks_are_those_of_the_records() -> None:
     best = max(max(values.values()) for values in found.values())
     assert shown["ResNet-20, torch-pruning's best (L1; at 46.9 % of the FLOPs)"] == f"{best:.2f} %"
     assert shown["ResNet-20, torch-pruning, random channels"] == f"{found['resnet20 random'][0]:.2f} %"
+
+
+def test_tuned_rivals_are_those_of_the_drawn_table() -> None:
+    """The accuracies in the results and, with what each run took, in the record."""
+    drawn = rows((RUNS / "tables" / "mnist" / "table.md").read_text(encoding="utf-8"))
+    record = rows((DOCS / "records" / "2026-11-18-tuned-rivals.md").read_text(encoding="utf-8"))
+    assert not [row for row in drawn if row not in record]
+    accuracies = [row for row in drawn if len(row) == len(drawn[0])]
+    assert len(accuracies) >= 9
+    assert not [row for row in accuracies if row not in rows(RESULTS)]
