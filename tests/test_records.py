@@ -41,7 +41,9 @@ def test_record_can_be_run_again(record: Path) -> None:
     assert list(given)[:4] == ["claim", "date", "seeds", "machine"]
     assert given["date"] == record.name[:10]
     text = record.read_text(encoding="utf-8")
-    assert re.search(r"^```sh\n(?:pip install .+\n)?(rlsprune|python -m benchmarks|python examples/)", text, re.MULTILINE)
+    assert re.search(
+        r"^```sh\n(?:pip install .+\n)?(rlsprune|python -m benchmarks|python examples/)", text, re.MULTILINE
+    )
     named = re.findall(r"`(docs/[^`]+)`", given["files"])
     assert named or given["files"].startswith("none: the benchmark prints")
     for path in named:
