@@ -1,5 +1,6 @@
 """Settings for all tests, the doctests of the package among them."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from hypothesis import settings
 
 # The tests' tensors are small: a second thread costs more than it gives, and makes runs depend on the machine.
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background makes them, and all that they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("any machine", deadline=None)
