@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rlsprune.graph import find_groups, open_attention_of
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.principal import turn_heads
 from rlsprune.shrinking.rebuild import Calibration
-from zoo import ZOO, evaluate, remove, some_units
+from zoo import ZOO, evaluate, remove, some_units, zeroed
 
 NAMES = ["vit-heads", "swin", "bert", "llama", "hybrid", "torch-attention", "torch-cross-attention"]
 attentive = pytest.mark.parametrize("name", NAMES)
@@ -119,6 +120,53 @@ def test_pruner_takes_heads_by_every_criterion(criterion: str) -> None:
     assert model.block.attention.inner.num_heads == 2
     assert model.block.attention.inner.in_proj_weight.shape == (24, 12)
     assert model.block.attention.inner.out_proj.weight.shape == (12, 8)
+
+
+class MaskedAttention(nn.Module):
+    """Self-attention under masks, which the whole encoder layer around it would not show."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.MultiheadAttention(12, 3, batch_first=True, **options)
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.inner(x, x, x, **options)[0]
+
+
+_CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+_PADDED = torch.arange(5)[None, :] >= torch.tensor([5, 3])[:, None]
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"attn_mask": _CAUSAL},
+        {"attn_mask": torch.zeros(5, 5).masked_fill(_CAUSAL, -torch.inf)},
+        {"key_padding_mask": _PADDED},
+        {"attn_mask": _CAUSAL, "key_padding_mask": _PADDED},
+    ],
+    ids=["causal", "added", "padded", "both"],
+)
+def test_heads_go_under_masks(masks: dict[str, torch.Tensor], need_weights: bool) -> None:
+    model, x = MaskedAttention().eval(), torch.rand(2, 5, 12)
+    inputs = {"x": x, **masks, "need_weights": need_weights}
+    graph = find_groups(model, inputs)
+    assert {group.name: group.size for group in graph if group.attention} == {
+        "inner[heads]": 3, "inner[keys]": 4, "inner[values]": 4
+    }  # fmt: skip
+    chosen = some_units(graph)
+    with zeroed(chosen, model), torch.no_grad():
+        wanted = model(**inputs)
+    remove(model, graph, chosen)
+    torch.testing.assert_close(model(**inputs), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_stay_have_a_reason() -> None:
+    graph = find_groups(MaskedAttention(add_zero_attn=True), torch.rand(2, 5, 12))
+    assert not [group for group in graph if group.attention]
+    assert "no layer is known to read" in graph.skipped["inner[heads]"]
 
 
 def test_errors_count_as_they_are_behind_a_layer_norm() -> None:

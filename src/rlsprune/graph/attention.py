@@ -80,8 +80,11 @@ def find_attention(
     modules = dict(model.named_modules())
     skipped: dict[str, str] = {}
     found: list[tuple[Candidate, set[Axis]]] = []
+    attending = [name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)]
     for family in find_families(flow, modules):
-        if why := family.trouble or family.kept(ignore):
+        if not family.readers:
+            attending.append(family.name)
+        elif why := family.trouble or family.kept(ignore):
             skipped[f"{family.name}[heads]"] = why
         else:
             found.append((_Maker(family, seen, order).candidate(), family.axes()))
@@ -90,6 +93,8 @@ def find_attention(
         if shared and (candidate.heads or candidate.queries):
             skipped[f"{candidate.attention.name}[heads]"] = f"other attention uses {', '.join(shared)} too"
             candidate.heads = candidate.queries = None
+    for name in set(attending) - {candidate.attention.name for candidate, _ in found}:
+        skipped.setdefault(f"{name}[heads]", "no layer is known to read what its heads make, and nothing else")
     found.sort(key=lambda pair: order.get(pair[0].attention.queries.module, len(order)))
     return [candidate for candidate, _ in found], skipped
 

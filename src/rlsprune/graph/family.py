@@ -24,16 +24,14 @@ _Node = int | tuple[Axis, int]
 
 
 def find_families(flow: Flow, modules: Mapping[str, nn.Module]) -> Iterator[Family]:
-    """One for the queries of one layer and the keys of one layer, if a layer reads their heads."""
+    """One for the queries of one layer and the keys of one layer; without readers where no layer reads their heads."""
 
     def layers(one: Contraction) -> tuple[Axis, Axis]:
         return flow.slots[one.left[0]].axis, flow.slots[one.right[0]].axis
 
     for axes, family in groupby(sorted(flow.contractions, key=lambda one: (one.left, one.right)), layers):
         if flow.lone.keys().isdisjoint(axes):
-            found = Family(flow, list(family), modules)
-            if found.readers:
-                yield found
+            yield Family(flow, list(family), modules)
 
 
 @dataclass

@@ -47,6 +47,7 @@ _ELEMENTWISE = set(
 )
 _CASTS = {"to", "type", "type_as"}  # to what another tensor is
 _MIXING = {"softmax", "log_softmax", "cumsum", "layer_norm", "rms_norm", "normalize", "_safe_softmax"}
+_FILLING = set("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split())  # noqa: SIM905
 _REDUCING = {"mean", "sum", "amax", "amin", "var", "std", "norm", "logsumexp", "vector_norm"}
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 _BIASED_PRODUCTS = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm}
@@ -188,6 +189,8 @@ class _Watch(TorchFunctionMode):
             return self._product(args[0], args[1], result)
         if func in _BIASED_PRODUCTS:
             return self._product(args[1], args[2], result)
+        if name in _FILLING:
+            return _zeros(result)
         if name in _MOVING:
             return func(*tree_map(self._moved, args), **tree_map(self._moved, kwargs))
         if name in _ELEMENTWISE or func in DROPOUTS:
