@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured
 from torch.optim.swa_utils import AveragedModel
 
 import rlsprune
@@ -403,3 +405,31 @@ def test_a_parameter_that_was_replaced_is_told_before_anything_is_cut() -> None:
     with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced by another parameter"):
         pruner.prune()
     assert model[0].weight.shape == (8, 6)
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        lambda layer: l1_unstructured(layer, "weight", 0.5),
+    ],
+    ids=["weight_norm of old", "weight_norm", "spectral_norm", "orthogonal", "masked"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_that_is_computed_is_left_alone_and_the_rest_is_pruned(computed: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), computed(nn.Linear(16, 16)), nn.Linear(16, 2)
+    )
+    pruner = rlsprune.Pruner(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.rand(1, 8), target={"flops": 0.9}
+    )
+    pruner.calibrate([torch.rand(64, 8)])
+    event = pruner.prune()
+    assert "0" in event.removed
+    assert not {"2", "4"} & set(event.removed)
+    assert event.flops_after < event.flops_before
+    assert model(torch.rand(3, 8)).shape == (3, 2)

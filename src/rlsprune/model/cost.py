@@ -201,6 +201,8 @@ def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[st
     for name, module in unwrap(model).named_modules():
         flops = sum(counts.get(f"{root}.{name}" if name else root, {}).values())
         if isinstance(module, nn.Linear | _ConvNd) and flops:
+            if module._parameters.get("weight") is None:
+                return None  # it is computed from other parameters
             rates[name] = flops // module.weight.numel()
             total += rates[name] * module.weight.numel()
     return rates if total == sum(counts["Global"].values()) else None

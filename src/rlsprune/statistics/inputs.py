@@ -74,10 +74,10 @@ class InputStatistics:
         collector = RowSample if kind == "exact" else _MeanInverse
         layers = {name: module for name, module in model.named_modules() if has_rows(module)}
         # Layers that share a weight share its statistics: what is done to the weight is done to all of them.
-        shared = {id(layer.weight): collector(self) for layer in layers.values()}
-        self._collectors: dict[str, RowSample | _MeanInverse] = {
-            name: shared[id(layer.weight)] for name, layer in layers.items()
-        }
+        # A weight that is computed from other parameters is a new tensor each time, and its layer's alone.
+        owners = {name: id(layer._parameters.get("weight", layer)) for name, layer in layers.items()}
+        shared = {owner: collector(self) for owner in owners.values()}
+        self._collectors: dict[str, RowSample | _MeanInverse] = {name: shared[own] for name, own in owners.items()}
         self._handles = [
             layer.register_forward_hook(_Hook(self, name, layer), with_kwargs=True) for name, layer in layers.items()
         ]
