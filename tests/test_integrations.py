@@ -216,6 +216,20 @@ def test_checkpoint_of_a_pruned_module_goes_into_a_fresh_one(tmp_path: Path) -> 
     assert "on_load_checkpoint" not in vars(resumed)
 
 
+def test_a_metric_of_which_more_is_better_has_to_get_up_again(tmp_path: Path) -> None:
+    class Scored(Classifier):
+        def on_validation_epoch_end(self) -> None:
+            self.log("val_accuracy", [0.5, 0.9, 0.6, 0.85, 0.95][self.current_epoch])
+
+    callback = PruneCallback(monitor="val_accuracy", mode="max", **{**SETTINGS, "tolerance": 0.1})
+    trainer(tmp_path, 5, callback).fit(Scored(), batches(), batches())
+    assert [(event.epoch, round(event.loss, 2)) for event in callback.pruner.history] == [(2, -0.9), (4, -0.85)]
+    with pytest.raises(ValueError, match="mode='up' is not valid"):
+        PruneCallback(monitor="val_accuracy", mode="up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give monitor="):
+        PruneCallback(mode="max")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"monitor": "val_los"}, "monitor='val_los' was not logged"), ({"ratio": 2.0}, "ratio=2.0 is not valid")],

@@ -121,6 +121,23 @@ def test_gate_is_the_mean_training_loss(tmp_path: Path) -> None:
     assert event.loss == pytest.approx(trainer.state.log_history[1]["loss"], rel=1e-5)
 
 
+def test_a_metric_of_which_more_is_better_has_to_get_up_again(tmp_path: Path) -> None:
+    """Not down: the first prune's accuracy is the gate."""
+    accuracies = iter([0.5, 0.9, 0.6, 0.8, 0.95])
+    callback = PruneCallback(monitor="eval_accuracy", mode="max", warmup_epochs=1, ratio=0.25, tolerance=0.1)
+    trainer = Trainer(
+        bert(),
+        arguments(tmp_path, num_train_epochs=5, eval_strategy="epoch"),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        callbacks=[callback],
+        compute_metrics=lambda _: {"accuracy": next(accuracies)},
+    )
+    trainer.train()
+    # Neither 0.6 nor 0.8 is within a tenth of 0.9, and no prune comes after the last epoch.
+    assert [(event.epoch, event.loss) for event in callback.pruner.history] == [(2, -0.9)]
+
+
 def test_resumed_training_goes_on_in_the_shape_of_its_checkpoint(tmp_path: Path) -> None:
     first = PruneCallback(**SETTINGS)
     options = {"num_train_epochs": 6, "save_strategy": "epoch"}
@@ -238,6 +255,8 @@ def test_inputs_that_are_left_are_loaded_too(tmp_path: Path) -> None:
         ({}, {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}, "leave it out"),
         ({"monitor": "eval_loss"}, {}, "eval_strategy"),
         ({"monitor": "eval_f1"}, {"eval_strategy": "epoch"}, "eval_f1.*eval_loss"),
+        ({"mode": "up"}, {}, "mode='up' is not valid"),
+        ({"mode": "max"}, {}, "give monitor="),
     ],
 )
 def test_mistakes_are_told(options: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path) -> None:

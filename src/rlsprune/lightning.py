@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.pruner import Pruner
@@ -70,6 +71,7 @@ class PruneCallback(Callback):
         monitor: str | None = None,
         submodule: str = "",
         on_prune: Callable[[PruneEvent], object] | None = None,
+        mode: Literal["min", "max"] = "min",
         **settings: Any,
     ) -> None:
         """Keeps the settings; the pruner is made when training starts.
@@ -79,9 +81,15 @@ class PruneCallback(Callback):
             monitor: The logged metric that has to recover, "val_loss" say; None for the epoch's mean training loss.
             submodule: The name of the part to prune; the whole module by default, called by its `forward`.
             on_prune: Called with the event after each prune and each roll-back.
+            mode: "max" for a monitored metric of which more is better, an accuracy say; the pruner's loss is its
+                negative then.
             **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor, self.submodule = example_inputs, monitor, submodule
+        check_argument("mode", mode, mode in ("min", "max"), '"min" or "max"')
+        if mode == "max" and monitor is None:
+            raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
+        self._sign = 1 if mode == "min" else -1
         self._on_prune, self._settings = on_prune, settings
         self._pruner: Pruner | None = None
         self._saved: dict[str, Any] | None = None
@@ -159,7 +167,7 @@ class PruneCallback(Callback):
                     f"monitor={self.monitor!r} was not logged by the end of the epoch; there is {known}. Log it in a "
                     "step with self.log, or leave monitor out"
                 )
-            return float(trainer.callback_metrics[self.monitor])
+            return self._sign * float(trainer.callback_metrics[self.monitor])
         if not self._batches:
             raise ValueError("training_step returned no loss in this epoch: return it, or give monitor=")
         return float(self._loss) / self._batches

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from rlsprune.io.atomic import FileError
 from rlsprune.io.compatibility import sized_layers
 from rlsprune.io.state import load_state, save_state
-from rlsprune.model.arguments import quoted
+from rlsprune.model.arguments import check_argument, quoted
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.selector import kept_features, set_kept_inputs
 from rlsprune.model.sizes import check_sizes, implied_shapes, read_sizes, write_sizes
@@ -179,6 +179,7 @@ class PruneCallback(TrainerCallback):
         example_inputs: ExampleInputs | None = None,
         monitor: str | None = None,
         on_prune: Callable[[PruneEvent], object] | None = None,
+        mode: Literal["min", "max"] = "min",
         **settings: Any,
     ) -> None:
         """Keeps the settings; the pruner is made when training starts.
@@ -187,9 +188,15 @@ class PruneCallback(TrainerCallback):
             example_inputs: What the model is called with; None for the first two examples of the training data.
             monitor: The metric that has to recover, "eval_loss" say; None for the epoch's mean training loss.
             on_prune: Called with the event after each prune and each roll-back.
+            mode: "max" for a monitored metric of which more is better, an accuracy say; the pruner's loss is its
+                negative then.
             **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor = example_inputs, monitor
+        check_argument("mode", mode, mode in ("min", "max"), '"min" or "max"')
+        if mode == "max" and monitor is None:
+            raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
+        self._sign = 1 if mode == "min" else -1
         self._on_prune, self._settings = on_prune, settings
         self._pruner: Pruner | None = None
         self._hook: Any = None
@@ -259,7 +266,7 @@ class PruneCallback(TrainerCallback):
         metrics = kwargs["metrics"]
         if self.monitor not in metrics:
             raise ValueError(f"monitor={self.monitor!r} is not among the evaluation's metrics: {quoted(metrics)}")
-        self._last_loss = float(metrics[self.monitor])
+        self._last_loss = self._sign * float(metrics[self.monitor])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the pruner's state to the checkpoint."""

@@ -47,3 +47,10 @@ def test_an_event_that_changed_nothing_needs_no_recovery() -> None:
     gate.step(1.0)
     gate.pruned(1.0, changed=False)
     assert [gate.step(2.0) for _ in range(3)] == [Decision.TRAIN] * 3
+
+
+def test_a_tolerance_lets_a_negative_loss_rise_too() -> None:
+    gate = Gate(0, patience=None, tolerance=0.1)
+    gate.pruned(-1.0, changed=True)
+    assert gate.step(-0.89) is Decision.TRAIN
+    assert gate.step(-0.91) is Decision.PRUNE

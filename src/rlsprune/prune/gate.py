@@ -38,7 +38,7 @@ class Gate:
     @property
     def level(self) -> float:
         """What the loss has to get below."""
-        return (1 + self.tolerance) * self.loss
+        return (1 + math.copysign(self.tolerance, self.loss)) * self.loss
 
     def step(self, loss: float) -> Decision:
         """Counts an epoch."""
