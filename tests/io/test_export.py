@@ -169,6 +169,11 @@ class FixedBatch(nn.Module):
         return x.reshape(4, -1)
 
 
+class BatchByLength(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1)
+
+
 class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
@@ -182,6 +187,8 @@ def test_a_model_that_cannot_be_exported_leaves_the_old_file(
     path.write_bytes(b"old")
     with pytest.raises(ExportError, match=r"FixedBatch .* batch of variable size"):
         export(FixedBatch(), torch.randn(4, 3), path)
+    with pytest.raises(ExportError, match=r"BatchByLength .* x\.shape\[0\]"):
+        export(BatchByLength(), torch.randn(4, 3, 2), path)
     example, state = torch.randn(4, 3), torch.get_rng_state()
     with pytest.raises(ExportError, match=r"differs .* nothing was written"):
         export(Random(), example, path)

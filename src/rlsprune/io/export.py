@@ -78,7 +78,8 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
         with replacing(path) as temporary:
             torch.export.save(program, temporary)
             loaded = torch.export.load(temporary).module()
-            _verify(references, lambda args, kwargs: tree_leaves(loaded(*args, **kwargs)), path)
+            with _explained(plain, path):
+                _verify(references, lambda args, kwargs: tree_leaves(loaded(*args, **kwargs)), path)
 
 
 def export_onnx(
@@ -134,7 +135,8 @@ def export_onnx(
                 feeds = {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)}
                 return [torch.as_tensor(value) for value in engine.run(None, feeds)]
 
-            _verify(references, run, path)
+            with _explained(plain, path):
+                _verify(references, run, path)
 
 
 def _onnx_runtime() -> Any:
@@ -150,10 +152,13 @@ def _onnx_runtime() -> Any:
 def _explained(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
+    except ExportError:
+        raise
     except Exception as error:  # the tracers raise nearly every type there is
         raise ExportError(
             f"{type(model).__name__} cannot be exported to {os.fspath(path)} with a batch of variable size: its "
-            f"forward must not depend on the batch's size or on values of tensors ({_reason(error)})"
+            f"forward must not depend on the batch's size or on values of tensors, and takes that size as x.shape[0], "
+            f"as len(x) fixes it ({_reason(error)})"
         ) from error
 
 
