@@ -75,6 +75,15 @@ def test_table_of_names_is_predicted_by_onnxruntime_alone(networks: Path, tmp_pa
     assert json.loads(done.stdout.splitlines()[0].split("\t")[1])["label"] == wanted[0]
 
 
+def test_classes_of_squared_errors_have_no_probability(networks: Path, npz: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), "--loss", "mse", "--no-prune"]
+    assert main([*arguments, *QUICK]) == 0
+    features, _ = table(4, 1)
+    chosen = run_onnx(out / "model.onnx", features).argmax(1)
+    assert predict(out, features.tolist()) == [{"label": str(index)} for index in chosen]
+
+
 def test_score_of_the_8_bit_model_is_measured(networks: Path, npz: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK]

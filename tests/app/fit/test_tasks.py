@@ -270,6 +270,16 @@ def test_options_that_do_not_fit_the_labels(
     assert said in capsys.readouterr().err
 
 
+def test_squared_errors_of_several_labels_are_refused(
+    regressors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A label counts as there above 0, and squared errors would train it to 1."""
+    x, y = make_multilabel_classification(40, n_features=10, n_classes=5, random_state=0)
+    data = write(tmp_path / "labels.npz", x.astype(np.float32), y, 30)
+    assert main(["fit", f"{regressors}:five", "--data", str(data), "--loss", "mse"]) == 2
+    assert "--loss mse is not for multi-label: choose one of bce" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("metric", [name for name, metric in METRICS.items() if "classification" in metric.tasks])
 @pytest.mark.parametrize("classes", [2, 3])
 def test_scores_are_those_of_scikit_learn(metric: str, classes: int) -> None:

@@ -140,8 +140,8 @@ def fit(
         str | None,
         typer.Option(
             "--loss",
-            help="cross-entropy or mse of classes, mse or huber of numbers, bce or mse of several labels. Default: the "
-            "first of these.",
+            help="cross-entropy or mse of classes, mse or huber of numbers, bce of several labels. Default: the first "
+            "of these.",
             autocompletion=options.completing(tuple(LOSSES)),
         ),
     ] = None,

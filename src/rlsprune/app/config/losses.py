@@ -57,5 +57,5 @@ LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "bce": binary_cross_entropy,
 }
 
-LOSSES_OF = {"classification": ("cross-entropy", "mse"), "regression": ("mse", "huber"), "multi-label": ("bce", "mse")}
+LOSSES_OF = {"classification": ("cross-entropy", "mse"), "regression": ("mse", "huber"), "multi-label": ("bce",)}
 """By task, the usual one first."""

@@ -36,7 +36,7 @@ def write_onnx(model: nn.Module, recipe: Recipe, data: Dataset, folder: Path) ->
         data: As they were read.
         folder: Where the files go.
     """
-    export_onnx(model, recipe.example(2), folder / ONNX, metadata=_metadata(model, data))
+    export_onnx(model, recipe.example(2), folder / ONNX, metadata=_metadata(model, recipe, data))
     with storing(folder / PREDICT), replacing(folder / PREDICT) as path:
         path.write_text(files(__package__).joinpath(PREDICT).read_text(encoding="utf-8"), encoding="utf-8")
 
@@ -53,12 +53,13 @@ def write_int8(recipe: Recipe, data: Dataset, folder: Path) -> dict[str, float]:
     return {f"int8_{name}": score for name, score in found.items()}
 
 
-def _metadata(model: nn.Module, data: Dataset) -> dict[str, str]:
+def _metadata(model: nn.Module, recipe: Recipe, data: Dataset) -> dict[str, str]:
     """Everything that a stranger needs to call the network; lists are JSON. predict.py reads it."""
     features = math.prod(data.shape)
     kept = next(iter(kept_features(model).values()), list(range(features)))
     return {
         "task": data.task,
+        "loss": str(recipe.config["loss"]),
         "classes": json.dumps(data.classes, ensure_ascii=False),
         "columns": json.dumps(data.columns, ensure_ascii=False),
         "inputs_read": json.dumps(kept),

@@ -33,6 +33,8 @@ class Model:
         told = self.session.get_modelmeta().custom_metadata_map
         self.task: str = told["task"]
         """classification, regression or multi-label."""
+        self.loss: str = told["loss"]
+        """What it was trained with; outputs of classes trained with mse are no logarithms of probabilities."""
         self.classes: list[str] = json.loads(told["classes"])
         """The names of the classes, the labels or the numbers that are predicted."""
         self.columns: list[str] = json.loads(told["columns"])
@@ -52,7 +54,8 @@ class Model:
                 array of inputs, first number the count, as the training data were (images as bytes).
 
         Returns:
-            Of each: `label` and `probability`; or `labels` and `probabilities`; or a number by its name.
+            Of each: `label` and `probability`, which a model trained with mse has none of; or `labels` and
+            `probabilities`; or a number by its name.
         """
         return [self._named(row) for row in self.outputs(self._array(inputs))]
 
@@ -112,8 +115,10 @@ class Model:
                 for name, value in zip(self.classes, row.astype(float), strict=True)
             }
             return {"labels": [name for name, chance in chances.items() if chance > 0.5], "probabilities": chances}
-        shares = np.exp(row.astype(float) - row.max())
         best = int(row.argmax())
+        if self.loss == "mse":
+            return {"label": self.classes[best]}
+        shares = np.exp(row.astype(float) - row.max())
         return {"label": self.classes[best], "probability": float(shares[best] / shares.sum())}
 
 
