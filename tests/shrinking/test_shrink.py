@@ -306,6 +306,8 @@ def test_rounds_end_where_nothing_is_left_to_prune(trained: nn.Module) -> None:
     shrunk = rlsprune.shrink(trained, batches(0, 2), score=lambda network: next(scores), **options)
     assert (trained[0].out_features, trained[2].out_features) == (1, 1)
     assert shrunk.chosen is shrunk.front[-1]
+    with pytest.raises(ValueError, match="has no parameters"):
+        rlsprune.shrink(nn.ReLU(), torch.rand(4, 8, 1), target={"params": 0.5})
     with pytest.raises(ValueError, match="nothing to prune"):
         rlsprune.shrink(nn.Linear(1, 3), torch.rand(4, 8, 1), target={"params": 0.5})
 
@@ -427,6 +429,7 @@ def test_a_score_that_is_no_number_is_refused(trained: nn.Module) -> None:
         ({"max_drop": -1.0}, "max_drop=-1.0"),
         ({"target": {"params": 0.5}, "recovery_epochs": -1}, "recovery_epochs=-1"),
         ({"target": {"params": 1.5}}, "1.5"),
+        ({"target": {"params": "half"}}, "half"),
         ({"target": {"depth": 0.5}}, "depth"),
         ({"target": {"params": 0.5}, "ignore": ["nowhere"]}, "nowhere"),
         ({"target": {"params": 0.5}, "ratio": 1.0}, "ratio=1.0"),
@@ -526,6 +529,48 @@ def test_a_target_out_of_reach_is_said(trained: nn.Module) -> None:
     assert (trained[0].out_features, trained[2].out_features) == (32, 32)
 
 
+def test_a_target_out_of_reach_is_said_in_rounds_too(trained: nn.Module) -> None:
+    options: dict[str, Any] = {"min_channels": 32, "recovery_epochs": 1, "ratio": 0.5}
+    with pytest.warns(UserWarning, match="of the params is left") as said:
+        rlsprune.shrink(trained, batches(0, 2), target={"params": 0.1}, **options)
+    assert [warning.filename for warning in said] == [__file__]
+    assert (trained[0].out_features, trained[2].out_features) == (32, 32)
+
+
+class Slow(nn.Module):
+    """Most of its time goes where nothing can be saved."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("ballast", torch.zeros(256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.network(x)
+        return y + (self.ballast @ self.ballast @ self.ballast).sum()
+
+
+def test_a_time_out_of_reach_is_said_and_leaves_the_network_alone(trained: nn.Module) -> None:
+    whole = parameter_count(trained)
+    with pytest.warns(UserWarning, match="latency is left, and nothing was cut for that"):
+        rlsprune.shrink(Slow(trained), batches(0, 2), target={"latency": 0.1})
+    assert parameter_count(trained) == whole
+
+
+def test_a_target_beside_a_time_out_of_reach_is_reached(trained: nn.Module, recwarn: pytest.WarningsRecorder) -> None:
+    shrunk = rlsprune.shrink(Slow(trained), batches(0, 2), target={"latency": 0.1, "params": 0.5})
+    assert shrunk.chosen.params <= 0.5 * shrunk.front[0].params
+    assert not recwarn.list
+
+
+def test_the_harder_of_two_targets_is_not_asked_for(recwarn: pytest.WarningsRecorder) -> None:
+    # A fifth of the time is easily saved; no network has so few parameters.
+    model = nn.Sequential(nn.Linear(8, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 64)).eval()
+    rlsprune.shrink(model, inputs_of(batches(0, 2)), target={"latency": 0.8, "params": 1e-5})
+    assert parameter_count(model) > 1000
+    assert not recwarn.list
+
+
 class Residual(nn.Module):
     """A sum that is made in place, or not."""
 
@@ -588,6 +633,25 @@ def test_inside_autocast_the_result_is_the_same(trained: nn.Module) -> None:
         rlsprune.shrink(trained, inputs, target={"flops": 0.5})
         assert trained(inputs[0]).dtype == torch.bfloat16
     assert all(torch.equal(*pair) for pair in zip(trained.parameters(), other.parameters(), strict=True))
+
+
+def test_an_autocast_in_the_forward_holds_while_layers_are_refitted() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.last = nn.Linear(8, 32), nn.Linear(32, 2).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.one(x)
+            y = y.relu()
+            return nn.functional.linear(y, self.last.weight, self.last.bias).float()
+
+    torch.manual_seed(0)
+    model = Casts().eval()
+    shrunk = rlsprune.shrink(model, inputs_of(batches(0)), target={"params": 0.5})
+    assert shrunk.chosen.params <= 0.5 * shrunk.front[0].params
+    assert shrunk.chosen.score > 80
 
 
 def test_a_network_that_needs_several_inputs_at_once_is_refused() -> None:

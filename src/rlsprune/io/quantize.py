@@ -64,7 +64,7 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
     if not feeds:
         raise ValueError("batches is empty: give some hundred inputs like those the network will see")
 
-    class Reader(tools.CalibrationDataReader):  # type: ignore[misc, name-defined]
+    class CalibrationReader(tools.CalibrationDataReader):  # type: ignore[misc, name-defined]
         """The feeds, one by one, as the tools ask for them."""
 
         def __init__(self) -> None:
@@ -79,7 +79,7 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
         tools.quantize_static(
             str(prepared),
             str(temporary),
-            Reader(),
+            CalibrationReader(),
             quant_format=tools.QuantFormat.QDQ,
             per_channel=True,
             weight_type=tools.QuantType.QInt8,

@@ -53,6 +53,8 @@ class CutPlan(NamedTuple):
     """What was to be saved."""
     share: float = 0.0
     """How much of it was to be left, as it is reckoned from the weights."""
+    missed: float | None = None
+    """How much of it the smallest network has, if that is more than was to be left."""
 
 
 class ClosedForm:
@@ -130,12 +132,14 @@ class ClosedForm:
     def plan(self, target: Mapping[str, float]) -> CutPlan:
         """The least harmful cut that reaches one of the targets, by what is counted.
 
+        If none can be reached, all goes that may; but nothing for a time, which so much may hardly change.
+
         Args:
             target: ``{"params": 0.3}``, ``{"flops": 0.5}`` or ``{"latency": 0.5}``: shares of the whole network; 0
                 for as small as can be.
         """
         plans = [self._plan_one(what, share) for what, share in target.items()]
-        return min(plans, key=lambda plan: plan.error)
+        return min(plans, key=lambda plan: (plan.missed is not None, plan.error))
 
     def plan_share(self, what: str, share: float) -> CutPlan:
         """The least harmful cut to a share of a resource, as it is reckoned from the weights.
@@ -147,7 +151,10 @@ class ClosedForm:
         costs = self._costs["params" if what == "flops" and not self._budget.proportional else what]
         goal = share * costs.without({})
         gone = choose_widths(self.curves, self.whole_groups, costs, goal, least=self._least, round_to=self._round_to)
-        return CutPlan(gone, sum(self.curves[name].costs[count] for name, count in gone.items()), what, share)
+        error = sum(self.curves[name].costs[count] for name, count in gone.items())
+        left = costs.without({group.name: gone[group.name] / group.size for group in self.whole_groups})
+        missed = left / costs.without({}) if left > goal * (1 + 1e-9) else None
+        return CutPlan(gone, error, what, share, missed)
 
     def apply(self, plan: CutPlan) -> None:
         """The whole network, cut and refitted."""
@@ -180,20 +187,30 @@ class ClosedForm:
         plan = self.plan_share(what, share)
         if counted or not share:
             return plan
-        aim, enough = share, self.plan_share(what, 0.0)
+        aim, enough = share, None
         low, high = 0.0, 1.0
         for _ in range(_MEASURED_STEPS):
-            self._report(f"measuring {what}", 0, None)
-            self.cut(plan)
-            reached = self._relative(what) <= share
-            self.restore()
-            if reached:
-                low, enough = aim, plan
+            if self._measured(plan) <= share:
+                low, enough = aim, plan._replace(missed=None)
             else:
                 high = aim
             aim = (low + high) / 2
             plan = self.plan_share(what, aim)
-        return enough
+        if enough is not None:
+            return enough
+        smallest = self.plan_share(what, 0.0)
+        left = self._measured(smallest)
+        if left <= share:
+            return smallest._replace(missed=None)
+        return smallest._replace(missed=left, gone={} if what == "latency" else smallest.gone)
+
+    def _measured(self, plan: CutPlan) -> float:
+        """Cost of the network that the plan leaves, as a share of the whole one's."""
+        self._report(f"measuring {plan.resource}", 0, None)
+        self.cut(plan)
+        share = self._relative(plan.resource)
+        self.restore()
+        return share
 
     def _times(self) -> dict[str, float]:
         """Name of a parameter → seconds of the layer whose weight it is."""

@@ -66,7 +66,7 @@ class _Wanted:
     moments: Moments = field(default_factory=Moments)
 
 
-class _Watch(TorchFunctionMode):
+class _MomentsWatch(TorchFunctionMode):
     """Adds up the moments of what layers make and read."""
 
     def __init__(self, wanted: Mapping[int, list[_Wanted]], padding: Tensor | None) -> None:
@@ -100,7 +100,7 @@ def head_moments(model: nn.Module, members: Sequence[Member], calls: Iterable[Ex
     for call in calls:
         mask = call.get("attention_mask") if isinstance(call, Mapping) else None
         args, kwargs = as_call(call)
-        with torch.no_grad(), _Watch(wanted, mask if isinstance(mask, Tensor) else None):
+        with torch.no_grad(), _MomentsWatch(wanted, mask if isinstance(mask, Tensor) else None):
             model(*args, **kwargs)
     return [one.moments for one in found]
 

@@ -60,7 +60,7 @@ class Replay:
     ) -> None:
         self._model, self._sites, self._batches, self._ahead = model, sites, batches, ahead
         self._names = layer_names(model)
-        self._watches: list[_Watch] = []
+        self._watches: list[_Forward] = []
         self._stops = 0
 
     def advance(self, lanes: int) -> list[Stop]:
@@ -72,7 +72,7 @@ class Replay:
             ValueError: The forwards do not call the same layers in the same order.
         """
         while len(self._watches) < lanes:
-            self._watches.append(_Watch(self, self._batches[len(self._watches)], skip=self._stops))
+            self._watches.append(_Forward(self, self._batches[len(self._watches)], skip=self._stops))
         stops = [watch.lane.advance() for watch in self._watches]
         self._stops += 1
         found = [stop for stop in stops if stop is not None]
@@ -100,13 +100,14 @@ def closing(*replays: Replay) -> Iterator[None]:
             replay.close()
 
 
-class _Watch(TorchFunctionMode):
+class _Forward(TorchFunctionMode):
     """One forward: sees every function that the network calls."""
 
     def __init__(self, replay: Replay, batch: ExampleInputs, skip: int) -> None:
         super().__init__()
         self._sites, self._names, self._ahead = replay._sites, replay._names, replay._ahead
         self._model, self._batch, self._skip = replay._model, batch, skip
+        self._device = next(self._model.parameters()).device.type
         self._calls: Counter[str] = Counter()
         self._open: dict[int, tuple[Tensor, _Pending]] = {}
         """id of a tensor on its way from a layer to a sum → the tensor, and what is to be done at the sum."""
@@ -142,8 +143,11 @@ class _Watch(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The errand runs in another thread, which knows nothing of an autocast that the forward has entered.
+        enabled, dtype = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+
         def errand() -> Any:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(self._device, dtype, enabled=enabled):
                 return func(*args, **kwargs)
 
         return self.lane.outside(errand)

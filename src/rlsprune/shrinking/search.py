@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -115,7 +116,10 @@ def shrink(
     if max_drop is not None and valid is None and score is None:
         warnings.warn("max_drop is measured on batches that layers are refitted on: give valid=", stacklevel=2)
     model = unwrap(model)
-    device = next(model.parameters()).device
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError("the model has no parameters: there is nothing to prune")
+    device = first.device
     given = GivenBatches(batches, device, "batches")
     _check_single(model, given.example)
     sample = given.sample(calibration)
@@ -163,10 +167,6 @@ def _check_single(model: nn.Module, example: ExampleInputs) -> None:
         ) from error
 
 
-def _without_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.running_mean is None
-
-
 def _goal(target: Mapping[str, float] | str | None, max_drop: float | None) -> dict[str, float]:
     """What to make small, and the share of it to end at; 0 for as small as can be."""
     known = f"fractions of {', '.join(RESOURCES)}; with max_drop, also one of these names alone"
@@ -179,7 +179,8 @@ def _goal(target: Mapping[str, float] | str | None, max_drop: float | None) -> d
         check_argument("target", target, target is None or target in RESOURCES, known)
         return {target or "flops": 0.0}
     shares = isinstance(target, Mapping) and len(target) > 0
-    check_argument("target", target, shares and all(0 < share < 1 for share in target.values()), known)
+    fractions = shares and all(isinstance(share, Real) and 0 < share < 1 for share in target.values())
+    check_argument("target", target, fractions, known)
     check_argument("target", target, all(what in RESOURCES for what in target), known)
     return dict(target)
 
@@ -228,19 +229,8 @@ def _at_once(front: Front, cutter: _Cutter, goal: Mapping[str, float], max_drop:
         return front.points[-1].within
 
     smallest = form.plan(goal)
-    reached = attempt(smallest)
-    first, last = front.points[0], front.points[-1]
-    missed = {
-        what: getattr(last, what) / max(getattr(first, what), 1)
-        for what, share in goal.items()
-        if what != "latency" and share
-    }
-    if missed and all(share > goal[what] for what, share in missed.items()):
-        warnings.warn(
-            f"target={dict(goal)} is out of reach: with all that may go, {missed} is left. Look at ignore, "
-            "min_channels and round_to, and at what rlsprune.Pruner(…).skipped says of this network",
-            stacklevel=3,
-        )
+    _tell_missed(smallest, goal, 1.0)
+    reached = bool(smallest.gone) and attempt(smallest)
     if reached or max_drop is None:
         return
     low, high = smallest.share, 1.0
@@ -250,6 +240,19 @@ def _at_once(front: Front, cutter: _Cutter, goal: Mapping[str, float], max_drop:
             high = middle
         else:
             low = middle
+
+
+def _tell_missed(plan: CutPlan, goal: Mapping[str, float], kept: float) -> None:
+    """Warns of a target that no network reaches; ``kept`` is the share of the given network that was planned from."""
+    if plan.missed is None or not goal[plan.resource]:
+        return
+    spared = "" if plan.gone else ", and nothing was cut for that"
+    warnings.warn(
+        f"target={dict(goal)} is out of reach: with all that may go, {kept * plan.missed:.3g} of the {plan.resource} "
+        f"is left{spared}. Look at ignore, min_channels and round_to, and at what rlsprune.Pruner(…).skipped says of "
+        "this network",
+        stacklevel=4,
+    )
 
 
 def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[str, float], ratio: float) -> None:
@@ -265,6 +268,7 @@ def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[
             break
         step = {what: max(1 - ratio, goal[what] / share) for what, share in kept.items()}
         plan = form.plan(step)
+        _tell_missed(plan, goal, kept[plan.resource])
         if not any(plan.gone.values()):
             break
         form.apply(plan)
@@ -272,7 +276,7 @@ def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[
         front.pruned()
         recovery.run(name, front)
         front.add()
-        if any(share <= goal[what] * (1 + 1e-9) for what, share in kept.items()):
+        if plan.missed is not None or any(share <= goal[what] * (1 + 1e-9) for what, share in kept.items()):
             break
 
 
