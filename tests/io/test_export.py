@@ -106,6 +106,30 @@ def test_several_inputs_by_position_and_by_name(tmp_path: Path) -> None:
     torch.testing.assert_close({"total": total, "size": size}, model(**other), atol=1e-5, rtol=1e-5)
 
 
+class AnyInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, *xs: Tensor, **named: Tensor) -> Tensor:
+        return self.layer(sum([*xs, *named.values()]))
+
+
+def test_any_number_of_inputs(tmp_path: Path) -> None:
+    model, inputs, other = AnyInputs(), torch.randn(2, 3, 4), torch.randn(2, 9, 4)
+    export_program(model, tuple(inputs), tmp_path / "m.pt2")
+    torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(*other), model(*other))
+    export_onnx(model, tuple(inputs), tmp_path / "m.onnx")
+    names = [node.name for node in onnxruntime.InferenceSession(tmp_path / "m.onnx").get_inputs()]
+    (found,) = run_onnx(tmp_path / "m.onnx", **dict(zip(names, other, strict=True)))
+    torch.testing.assert_close(found, model(*other), atol=1e-5, rtol=1e-5)
+
+
+def test_inputs_without_names_in_the_signature_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"AnyInputs\.forward takes a, b by \*\*named, .* in its signature"):
+        export_program(AnyInputs(), {"a": torch.randn(3, 4), "b": torch.randn(3, 4)}, tmp_path / "m.pt2")
+
+
 def test_the_program_runs_without_this_package(tmp_path: Path) -> None:
     export_program(pruned_fnn(), torch.randn(2, 3, 4), tmp_path / "m.pt2")
     script = (

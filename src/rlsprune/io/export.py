@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import io
 import logging
 import os
@@ -73,7 +74,7 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
         references = _references(plain, (args, kwargs), path)
         args, kwargs = references[-1].call
         with _explained(plain, path):
-            shapes = _dynamic_shapes(references[-1].call)
+            shapes = _dynamic_shapes(plain, references[-1].call)
             program = torch.export.export(plain, args, kwargs, dynamic_shapes=shapes, strict=False)
         with replacing(path) as temporary:
             torch.export.save(program, temporary)
@@ -118,7 +119,7 @@ def export_onnx(
         references = _references(plain, tree_map(_on_cpu, (args, kwargs)), path)
         args, kwargs = references[-1].call
         with _explained(plain, path), _quiet():
-            shapes = _dynamic_shapes(references[-1].call)
+            shapes = _dynamic_shapes(plain, references[-1].call)
             program = torch.onnx.export(plain, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False)
         if program is None:
             raise ExportError(f"torch.onnx gave no program for {type(plain).__name__}: it may be older than 2.6")
@@ -227,12 +228,23 @@ def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _dynamic_shapes(call: ExportCall) -> Any:
-    """Which dimensions are variable, in the form of the arguments: all are positional or all are named."""
+def _dynamic_shapes(model: nn.Module, call: ExportCall) -> dict[str, Any]:
+    """Which dimensions are variable, by the names of the forward's arguments; ``*xs`` are one."""
     size = _batch_size(call)
     batch = torch.export.Dim("batch", min=1)
-    args, kwargs = tree_map(lambda leaf: {0: batch} if _is_batched(leaf, size) else None, call)
-    return kwargs or args
+    args, kwargs = call
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs).arguments
+    for name, value in bound.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            raise ExportError(
+                f"{type(model).__name__}.forward takes {', '.join(value)} by **{name}, which torch.export cannot "
+                "follow with a batch of variable size: name them in its signature"
+            )
+    return {
+        name: tree_map(lambda leaf: {0: batch} if _is_batched(leaf, size) else None, value)
+        for name, value in bound.items()
+    }
 
 
 def _verify(references: list[_Reference], run: Callable[..., list[Any]], path: str | os.PathLike[str]) -> None:
