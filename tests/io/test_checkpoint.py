@@ -12,8 +12,10 @@ from torch import nn
 
 import rlsprune
 from prune.scenes import plain
+from rlsprune.io import checkpoint
 from rlsprune.io.atomic import FileError
 from rlsprune.io.checkpoint import load_checkpoint, save_checkpoint
+from rlsprune.io.state import save_state
 
 KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "RLS": rlsprune.RLS,
@@ -74,6 +76,7 @@ def flip(path: Path) -> None:
         (lambda folder: flip(next((folder / "parts").glob("*.distcp"))), "not what was written"),
         (lambda folder: (folder / "parts" / ".metadata").unlink(), "not what was written"),
         (lambda folder: flip(folder / "model.safetensors"), "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "it is missing; restore the folder"),
         (lambda folder: rlsprune.save(made()[0], folder / "model.safetensors"), "not the one that was written with"),
     ],
 )
@@ -109,6 +112,63 @@ def test_an_error_of_the_last_part_undoes_those_before(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, model, optimizer, pruner)
     assert facts(model, optimizer, pruner) == before
     train(model, optimizer, range(2))
+    assert pruner.step(1.0) is not None, "the pruner knows the network as it is"
+
+
+def test_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    saved(tmp_path, "AdamW")
+    for make, message in [
+        (rlsprune.RLS, "its optimizer is AdamW, and this one is RLS; make the same optimizer"),
+        (lambda model: torch.optim.AdamW([{"params": [p]} for p in model.parameters()]), "other groups of parameters"),
+        (lambda model: torch.optim.AdamW(model[0].parameters()), "other groups of parameters"),
+    ]:
+        model = made()[0]
+        optimizer: Any = make(model)
+        before = plain([dict(model.state_dict()), optimizer.state_dict()])
+        with pytest.raises(FileError, match=message):
+            load_checkpoint(tmp_path, model, optimizer)
+        assert plain([dict(model.state_dict()), optimizer.state_dict()]) == before
+
+
+def test_an_optimizer_that_trains_more_than_the_model_is_told(tmp_path: Path) -> None:
+    model, other = made()[0], nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    with pytest.raises(ValueError, match=r"also trains a parameter of the shape \(5, 3\)"):
+        save_checkpoint(tmp_path / "new", model, optimizer)
+    assert not (tmp_path / "new").exists()
+    saved(tmp_path, "AdamW")
+    with pytest.raises(ValueError, match=r"also trains a parameter of the shape \(5, 3\)"):
+        load_checkpoint(tmp_path, model, optimizer)
+
+
+def test_states_of_something_else_are_told(tmp_path: Path) -> None:
+    save_state(tmp_path / "state.safetensors", {"epoch": 3})
+    with pytest.raises(FileError, match="not the state of a checkpoint"):
+        load_checkpoint(tmp_path, *made())
+    with pytest.raises(ValueError, match=r"'gate', 'done', .*Pruner\.state_dict"):
+        made()[2].load_state_dict({})
+
+
+def test_random_numbers_of_the_models_device_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator()
+
+    class Device:  # CUDA's part of torch, with a generator that runs everywhere
+        @staticmethod
+        def get_rng_state(device: torch.device) -> torch.Tensor:
+            return generator.get_state()
+
+        @staticmethod
+        def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+            generator.set_state(state)
+
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(checkpoint, "_device", lambda model: torch.device("cuda", 1))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device)
+    states = checkpoint._random_states(model)
+    wanted = torch.rand(3), torch.rand(3, generator=generator)
+    checkpoint._restore_random([states], model, None)
+    assert torch.equal(torch.rand(3), wanted[0])
+    assert torch.equal(torch.rand(3, generator=generator), wanted[1])
 
 
 def test_a_checkpoint_that_is_not_complete_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

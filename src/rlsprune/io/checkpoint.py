@@ -34,6 +34,7 @@ from rlsprune.model.tensors import is_sharded
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _MODEL, _STATE, _PARTS = "model.safetensors", "state.safetensors", "parts"
+_KEYS = {"kind", "groups", "optimizer", "pruner", "random", "divided", "digests"}
 
 
 def save_checkpoint(
@@ -51,6 +52,7 @@ def save_checkpoint(
         pruner: The pruner, if there is one.
 
     Raises:
+        ValueError: The optimizer also trains what is not in the model.
         StorageError: The disk did not take it.
 
     Examples:
@@ -64,12 +66,14 @@ def save_checkpoint(
     leads = ranks is None or ranks.rank == 0
     settle(model)
     parts: dict[str, Tensor] = {}
-    names = _names(model)
+    names, grouping = _names(model), _grouping(optimizer, model)
+    random = _random_states(model)
     state: dict[str, Any] = {
-        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        "kind": type(optimizer).__name__,
+        "groups": [group | {"params": own} for group, own in zip(optimizer.param_groups, grouping, strict=True)],
         "optimizer": taken_apart({names[p]: entries for p, entries in optimizer.state.items()}, "optimizer", parts),
         "pruner": None if pruner is None else taken_apart(pruner.state_dict(), "pruner", parts),
-        "random": [torch.get_rng_state()] if ranks is None else ranks.gather(torch.get_rng_state()),
+        "random": [random] if ranks is None else ranks.gather(random),
     }
     divided = any(map(is_sharded, model.parameters()))
     if divided:
@@ -110,7 +114,8 @@ def load_checkpoint(
         pruner: Of both.
 
     Raises:
-        FileError: The checkpoint is damaged, not complete, or of another model.
+        FileError: The checkpoint is damaged, not complete, or of another model or optimizer.
+        ValueError: The optimizer also trains what is not in the model, or the pruner follows other copies of it.
 
     Examples:
         >>> import torch
@@ -126,10 +131,20 @@ def load_checkpoint(
         raise FileError(path, f"it is no complete checkpoint: {_STATE}, written last, is missing", "load another one")
     state = load_state(path / _STATE)
     divided = "shape" in state
+    if not state.keys() >= _KEYS or not (divided or "model" in state):
+        raise FileError(path / _STATE, "it is not the state of a checkpoint", "give a folder of save_checkpoint")
+    grouping = _grouping(optimizer, model)
+    if state["kind"] != type(optimizer).__name__:
+        problem = f"its optimizer is {state['kind']}, and this one is {type(optimizer).__name__}"
+        raise FileError(path, problem, "make the same optimizer")
+    if not divided and not (path / _MODEL).is_file():
+        raise FileError(path / _MODEL, "it is missing", "restore the folder")
     if not divided and state["model"] != modelfile.read_checksum(path / _MODEL):
         raise FileError(path / _MODEL, "it is not the one that was written with the state", "restore the folder")
     parameters = {name: parameter for parameter, name in _names(model).items()}
     parts = read_parts(path / _PARTS, state["digests"], partial(_room, path, parameters, set(state["divided"])), ranks)
+    if grouping != [group["params"] for group in state["groups"]]:
+        raise FileError(path, "its optimizer has other groups of parameters", "make the same optimizer")
     with uninterrupted(), modelfile.undone_on_error(model), _undone_on_error(optimizer):
         if divided:
             names = model.named_parameters(remove_duplicate=False)
@@ -140,7 +155,7 @@ def load_checkpoint(
         _fill(optimizer, parameters, joined(state["optimizer"], parts), state["groups"])
         if pruner is not None and state["pruner"] is not None:
             pruner.load_state_dict(joined(state["pruner"], parts))
-        _restore_random(state["random"], ranks)
+        _restore_random(state["random"], model, ranks)
 
 
 def _fill(
@@ -154,15 +169,32 @@ def _fill(
         number: states[names[id(parameter)]] for number, parameter in enumerate(order) if names[id(parameter)] in states
     }
     for group, saved in zip(packed["param_groups"], groups, strict=True):
-        group |= saved
+        group |= {key: value for key, value in saved.items() if key != "params"}
     optimizer.load_state_dict(packed)
 
 
-def _restore_random(states: list[Tensor], ranks: Ranks | None) -> None:
-    """Goes on with this rank's own numbers, if it was there."""
-    rank = 0 if ranks is None else ranks.rank
-    if rank < len(states):
-        torch.set_rng_state(states[rank])
+def _random_states(model: nn.Module) -> dict[str, Tensor]:
+    """Of the CPU, and of the kind of device that the model is on."""
+    states, device = {"cpu": torch.get_rng_state()}, _device(model)
+    if device.type != "cpu":
+        place = () if device.type == "mps" else (device,)
+        states[device.type] = torch.get_device_module(device).get_rng_state(*place)
+    return states
+
+
+def _restore_random(states: list[dict[str, Tensor]], model: nn.Module, ranks: Ranks | None) -> None:
+    """Goes on with this rank's own numbers, if it was there, and on the same kind of device."""
+    rank, device = 0 if ranks is None else ranks.rank, _device(model)
+    if rank >= len(states):
+        return
+    if device.type != "cpu" and device.type in states[rank]:
+        place = () if device.type == "mps" else (device,)
+        torch.get_device_module(device).set_rng_state(states[rank][device.type], *place)
+    torch.set_rng_state(states[rank]["cpu"])
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -202,3 +234,15 @@ def _room(
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _grouping(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups."""
+    names = _names(model)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer also trains a parameter of the shape {tuple(parameter.shape)} that is not in the "
+                "model: make it a parameter of the model, or give it an optimizer of its own"
+            )
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]

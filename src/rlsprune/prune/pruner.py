@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from rlsprune.graph import Group
 from rlsprune.io import modelfile
-from rlsprune.model.arguments import check_argument
+from rlsprune.model.arguments import check_argument, quoted
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.selector import full_in_features, kept_inputs, strip_inputs
@@ -391,23 +391,29 @@ class Pruner:
         """Goes on where another pruner stopped: load the model first, then the optimizer, then the pruner.
 
         Raises:
-            ValueError: The state is of another network, or of other copies of it. Nothing has changed then.
+            ValueError: The state is no pruner's, or of another network, or of other copies of it. Nothing has changed
+                then.
         """
+        missing = [key for key in ("gate", "done", "history", "original", "recovered") if key not in state]
+        if missing:
+            raise ValueError(
+                f"the state of a pruner has {quoted(missing)}, too: give what Pruner.state_dict() returned"
+            )
         history = [PruneEvent.from_dict(event) for event in state["history"]]
-        self._network.trace_again()
-        self._check_sizes(history)
-        recovered = None
-        if state["recovered"] is not None:
-            recovered = self._network.snapshots()
-            if len(recovered) != len(state["recovered"]):
-                raise ValueError(
-                    f"the saved pruner followed {len(state['recovered']) - 1} copies of the model, this one follows "
-                    f"{len(self._network.copies)}: call follow() for the same copies before loading"
-                )
-            for snapshot, saved in zip(recovered, state["recovered"], strict=True):
-                snapshot.load_state_dict(saved)
-        gate, original, done = replace(self._gate), dict(state["original"]), bool(state["done"])
-        gate.load_state_dict(state["gate"])
+        with self._network.traced_again():
+            self._check_sizes(history)
+            recovered = None
+            if state["recovered"] is not None:
+                recovered = self._network.snapshots()
+                if len(recovered) != len(state["recovered"]):
+                    raise ValueError(
+                        f"the saved pruner followed {len(state['recovered']) - 1} copies of the model, this one "
+                        f"follows {len(self._network.copies)}: call follow() for the same copies before loading"
+                    )
+                for snapshot, saved in zip(recovered, state["recovered"], strict=True):
+                    snapshot.load_state_dict(saved)
+            gate, original, done = replace(self._gate), dict(state["original"]), bool(state["done"])
+            gate.load_state_dict(state["gate"])
         with uninterrupted():
             self.history, self._recovered = history, recovered
             self._operation.budget.original |= original

@@ -103,6 +103,17 @@ class LiveNetwork:
         self._graph = None
         self._shapes = self._present_shapes()
 
+    @contextmanager
+    def traced_again(self) -> Iterator[None]:
+        """`trace_again`, which an error inside undoes."""
+        known = self._graph, self._shapes
+        self.trace_again()
+        try:
+            yield
+        except BaseException:
+            self._graph, self._shapes = known
+            raise
+
     def sizes(self) -> dict[str, int]:
         """Output channels of every layer that has them, and what is left of the input features."""
         sizes = {group.name: group.size for group in self.graph if group.is_input}
