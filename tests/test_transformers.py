@@ -153,6 +153,18 @@ def test_resumed_training_goes_on_in_the_shape_of_its_checkpoint(tmp_path: Path)
     assert size(model) < size(from_pretrained(checkpoint))
 
 
+def test_training_resumed_into_another_folder_has_its_pruner_or_is_refused(tmp_path: Path) -> None:
+    options = {"num_train_epochs": 4, "save_strategy": "epoch"}
+    first = PruneCallback(**SETTINGS)
+    train(bert(), first, arguments(tmp_path / "first", **options))
+    checkpoint, second = tmp_path / "first" / "checkpoint-12", arguments(tmp_path / "second", **options)
+    with pytest.raises(FileError, match=r"resumes after step 12.*PruneCallback\(resume_from_checkpoint"):
+        train(from_pretrained(checkpoint), PruneCallback(**SETTINGS), second, resume=checkpoint)
+    resumed = PruneCallback(resume_from_checkpoint=checkpoint, **SETTINGS)
+    train(from_pretrained(checkpoint), resumed, second, resume=checkpoint)
+    assert resumed.pruner.history[0].to_dict() == first.pruner.history[0].to_dict()
+
+
 def test_checkpoints_have_the_model_that_was_evaluated(tmp_path: Path) -> None:
     changes = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3}
     trainer = train(bert(), PruneCallback(monitor="eval_loss", **SETTINGS), arguments(tmp_path, **changes))
@@ -233,6 +245,14 @@ class TableModel(PreTrainedModel):
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.net(rows)
+
+
+def test_options_that_say_where_reach_the_configuration_and_loading_info_comes_back(tmp_path: Path) -> None:
+    save_pretrained(bert(), tmp_path / "inner")
+    model, told = from_pretrained(tmp_path, subfolder="inner", local_files_only=True, output_loading_info=True)
+    assert type(model) is BertForSequenceClassification
+    assert not told["missing_keys"]
+    assert same_outputs(model, bert(), input_ids=Tokens().ids)
 
 
 def test_inputs_that_are_left_are_loaded_too(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ __all__ = ["PruneCallback", "from_pretrained", "save_pretrained"]
 
 _KEY = "rlsprune"
 """In config.json: the sizes of layers that are not those of the configuration, and the inputs that layers keep."""
+_WHERE = (
+    *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies"),
+    *("revision", "subfolder", "token", "trust_remote_code"),
+)
+"""Options of `from_pretrained` that say where the files are: the configuration is there, too."""
 _PRUNER = "pruner.safetensors"
 
 
@@ -82,7 +87,8 @@ def from_pretrained(
         **options: Of the class's own `from_pretrained`.
 
     Returns:
-        The model, of that very class, in evaluation mode.
+        The model, of that very class, in evaluation mode; with `output_loading_info=True` what Hugging Face tells of
+        the loading, too.
 
     Raises:
         FileError: The shape in the configuration is not one that this model can take.
@@ -96,7 +102,8 @@ def from_pretrained(
         >>> type(from_pretrained("small-bert")).__name__
         'BertForSequenceClassification'
     """
-    config = options.pop("config", None) or AutoConfig.from_pretrained(folder)
+    where = {name: options[name] for name in _WHERE if name in options}
+    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **where)
     made = _class_of(config, folder) if model_class is None else model_class
     shape = getattr(config, _KEY, None)
 
@@ -112,9 +119,10 @@ def from_pretrained(
                 raise FileError(Path(folder) / "config.json", problem, "give a folder that was saved whole") from error
 
     Pruned.__name__, Pruned.__qualname__, Pruned.__module__ = made.__name__, made.__qualname__, made.__module__
-    model = Pruned.from_pretrained(folder, config=config, **options)
+    loaded = Pruned.from_pretrained(folder, config=config, **options)
+    model = loaded[0] if options.get("output_loading_info") else loaded
     model.__class__ = made
-    return model
+    return loaded
 
 
 def _class_of(config: Any, folder: str | os.PathLike[str]) -> type[PreTrainedModel]:
@@ -167,7 +175,8 @@ class PruneCallback(TrainerCallback):
     Works on one device. With `monitor` every evaluation is a step of the pruner (its `warmup_epochs` count them);
     without, every epoch is. The model's configuration always has its shape, so `save_pretrained`, `Trainer.save_model`
     and the Trainer's checkpoints can be loaded by `rlsprune.transformers.from_pretrained`; a training resumes with
-    ``Trainer(model=from_pretrained(checkpoint), …).train(resume_from_checkpoint=checkpoint)``.
+    ``Trainer(model=from_pretrained(checkpoint), …).train(resume_from_checkpoint=checkpoint)``. If `checkpoint` is not
+    in the Trainer's `output_dir`, ``PruneCallback(resume_from_checkpoint=checkpoint)`` needs it, too.
 
     Examples:
         >>> callback = PruneCallback(monitor="eval_loss", warmup_epochs=1, target={"params": 0.5})
@@ -180,6 +189,7 @@ class PruneCallback(TrainerCallback):
         monitor: str | None = None,
         on_prune: Callable[[PruneEvent], object] | None = None,
         mode: Literal["min", "max"] = "min",
+        resume_from_checkpoint: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
         """Keeps the settings; the pruner is made when training starts.
@@ -190,6 +200,7 @@ class PruneCallback(TrainerCallback):
             on_prune: Called with the event after each prune and each roll-back.
             mode: "max" for a monitored metric of which more is better, an accuracy say; the pruner's loss is its
                 negative then.
+            resume_from_checkpoint: The checkpoint that `Trainer.train` resumes from; None: one in its `output_dir`.
             **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor = example_inputs, monitor
@@ -197,7 +208,7 @@ class PruneCallback(TrainerCallback):
         if mode == "max" and monitor is None:
             raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
         self._sign = 1 if mode == "min" else -1
-        self._on_prune, self._settings = on_prune, settings
+        self._on_prune, self._settings, self._resumed = on_prune, settings, resume_from_checkpoint
         self._pruner: Pruner | None = None
         self._hook: Any = None
         self._loss: Tensor | float = 0.0
@@ -228,6 +239,10 @@ class PruneCallback(TrainerCallback):
         devices = max(args.world_size, args.n_gpu)
         if devices > 1:
             raise ValueError(f"PruneCallback runs on one device, not on {devices}: set CUDA_VISIBLE_DEVICES=0")
+        saved = (_checkpoint(args, state) if self._resumed is None else Path(self._resumed)) / _PRUNER
+        if state.global_step and not saved.is_file():
+            problem = f"the training resumes after step {state.global_step}, and the pruner's state is not there"
+            raise FileError(saved, problem, "give PruneCallback(resume_from_checkpoint=…) the checkpoint's folder")
         self._close()
         self._loss, self._batches, self._last_loss = 0.0, 0, None
         model, optimizer = kwargs["model"], kwargs["optimizer"]
@@ -237,8 +252,7 @@ class PruneCallback(TrainerCallback):
             example = _first_examples(kwargs["train_dataloader"])
         example = tree_map(lambda leaf: leaf.to(model.device) if isinstance(leaf, Tensor) else leaf, example)
         self._pruner = Pruner(model, optimizer, example, on_prune=self._announce, **self._settings)
-        saved = _checkpoint(args, state) / _PRUNER
-        if state.global_step and saved.is_file():
+        if state.global_step:
             self._pruner.load_state_dict(load_state(saved))
         _note_shape(model)
         self._hook = model.register_forward_hook(self._record)
