@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,51 @@ def test_classes_of_squared_errors_have_no_probability(networks: Path, npz: Path
     features, _ = table(4, 1)
     chosen = run_onnx(out / "model.onnx", features).argmax(1)
     assert predict(out, features.tolist()) == [{"label": str(index)} for index in chosen]
+
+
+def test_predict_takes_what_training_took_and_tells_the_rest_in_a_line(
+    networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    features, labels = table(120, 0)
+    frame = pandas.DataFrame(features, columns=[f"f{number}" for number in range(12)])
+    frame["f0"] = features[:, 0] > 0.5
+    frame["kind"] = labels
+    rows, out = tmp_path / "rows.tsv", tmp_path / "run"
+    frame.to_csv(rows, index=False, sep="\t")
+    arguments = ["fit", f"{networks}:mlp", "--data", str(rows), *QUICK, "--no-prune", "--out", str(out)]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "model.onnx").write_text("another model")
+    monkeypatch.chdir(elsewhere)
+    predict = runpy.run_path(str(out / "predict.py"))["main"]
+    assert predict([str(rows)]) == 0
+    found = [json.loads(line.split("\t")[1])["label"] for line in capsys.readouterr().out.splitlines()]
+    outputs = run_onnx(out / "model.onnx", frame.to_numpy(np.float32)[:, :12])
+    assert found == [str(index) for index in outputs.argmax(1)]
+    head = ",".join(frame.columns)
+    texts = {
+        "nan": (f"{head}\n{','.join(['nan'] * 13)}\n", "row 1 has 'nan' in column 'f0'"),
+        "large": (f"{head}\n{','.join(['1e300'] * 13)}\n", "row 1 has '1e300' in column 'f0'"),
+        "short": (f"{head}\n1\n", "row 1 has None in column 'f1'"),
+        "empty": ("", "it has no rows"),
+        "names": (f"{head}\n", "it has no rows"),
+        "missing": (None, "No such file"),
+    }
+    for name, (text, said) in texts.items():
+        if text is not None:
+            Path(f"{name}.csv").write_text(text)
+        assert predict([f"{name}.csv"]) == 1
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith(f"{name}.csv: {said}")
+        assert told.err.count("\n") == 1
+    assert predict([str(tmp_path)]) == 1
+    assert "not images" in capsys.readouterr().err
+    (out / "model.onnx").unlink()
+    assert predict([str(rows)]) == 1
+    assert "there is no" in capsys.readouterr().err
 
 
 def test_score_of_the_8_bit_model_is_measured(networks: Path, npz: Path, tmp_path: Path) -> None:

@@ -24,11 +24,16 @@ class Model:
     """A network and what its file says about inputs and outputs.
 
     Args:
-        path: The ONNX file; the name of one beside this file will do.
+        path: The ONNX file; the name of one beside this file will do. None for model.onnx beside this file.
+
+    Raises:
+        FileNotFoundError: There is none.
     """
 
-    def __init__(self, path: str | Path = "model.onnx") -> None:
-        found = path if Path(path).is_file() else Path(__file__).parent / path
+    def __init__(self, path: str | Path | None = None) -> None:
+        found = Path(path) if path and Path(path).is_file() else Path(__file__).parent / (path or "model.onnx")
+        if not found.is_file():
+            raise FileNotFoundError(f"there is no {found}: copy it beside {Path(__file__).name}")
         self.session = onnxruntime.InferenceSession(str(found), providers=["CPUExecutionProvider"])
         told = self.session.get_modelmeta().custom_metadata_map
         self.task: str = told["task"]
@@ -50,8 +55,8 @@ class Model:
         """What the model says, for each input.
 
         Args:
-            inputs: A list of files of images; a CSV file with a line of names; a list of rows, {column: value}; or an
-                array of inputs, first number the count, as the training data were (images as bytes).
+            inputs: A list of files of images; a CSV or TSV file with a line of names; a list of rows, {column: value};
+                or an array of inputs, first number the count, as the training data were (images as bytes).
 
         Returns:
             Of each: `label` and `probability`, which a model trained with mse has none of; or `labels` and
@@ -68,7 +73,7 @@ class Model:
 
     def _array(self, inputs: Any) -> Any:
         if isinstance(inputs, str | Path):
-            inputs = [inputs] if Path(inputs).suffix.lower() != ".csv" else _rows(Path(inputs))
+            inputs = _rows(Path(inputs)) if _is_table(inputs) else [inputs]
         if isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], str | Path):
             return np.stack([self._pixels(Path(file)) for file in inputs])
         if isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping):
@@ -101,9 +106,11 @@ class Model:
         for index in self.read:
             name = self.columns[index]
             try:
-                values[index] = float(row[name])
+                values[index] = _number(row[name])
             except (KeyError, TypeError, ValueError):
-                raise ValueError(f"row {number} has {row.get(name)!r} in column {name!r}: give a number") from None
+                raise ValueError(
+                    f"row {number} has {row.get(name)!r} in column {name!r}: give a finite number"
+                ) from None
         return values
 
     def _named(self, row: Any) -> dict[str, Any]:
@@ -122,21 +129,46 @@ class Model:
         return {"label": self.classes[best], "probability": float(shares[best] / shares.sum())}
 
 
+def _is_table(file: str | Path) -> bool:
+    return Path(file).suffix.lower() in (".csv", ".tsv")
+
+
 def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        return list(csv.DictReader(file, skipinitialspace=True))
+        lines = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
+        names = [name.strip() for name in next(lines, [])]
+        rows = [dict(zip(names, line, strict=False)) for line in lines if line]
+    if not rows:
+        raise ValueError("it has no rows: give a line of names and a line per example")
+    return rows
+
+
+def _number(cell: Any) -> Any:
+    """A cell as training reads it: True and False are 1 and 0."""
+    value = {"true": 1, "false": 0}.get(cell.strip().lower(), cell) if isinstance(cell, str) else cell
+    with np.errstate(over="ignore"):
+        number = np.float32(float(value))
+    if not np.isfinite(number):
+        raise ValueError
+    return number
 
 
 def main(files: list[str]) -> int:
     """Prints a line for each image or row."""
     if not files:
-        sys.stderr.write("Usage: python predict.py IMAGE… | ROWS.csv\n")
+        sys.stderr.write("Usage: python predict.py IMAGE… | ROWS.csv | ROWS.tsv\n")
         return 2
-    model = Model()
-    for file in files:
-        for number, found in enumerate(model.predict(file), 1):
-            place = f"{file}:{number}" if file.endswith(".csv") else file
-            sys.stdout.write(f"{place}\t{json.dumps(found, ensure_ascii=False)}\n")
+    place = "predict.py"
+    try:
+        model = Model()
+        for place in files:
+            for number, found in enumerate(model.predict(place), 1):
+                row = f":{number}" if _is_table(place) else ""
+                sys.stdout.write(f"{place}{row}\t{json.dumps(found, ensure_ascii=False)}\n")
+    except (OSError, ValueError, csv.Error) as error:
+        problem = (isinstance(error, OSError) and error.strerror) or error
+        sys.stderr.write(f"{place}: {problem}\n")
+        return 1
     return 0
 
 
