@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlsprune import RLS, Pruner
+from rlsprune.model.selector import select_inputs
 
 
 def table_network() -> nn.Sequential:
@@ -84,6 +85,24 @@ def test_ranking_after_a_roll_back() -> None:
     assert (ranks == 2).nonzero()[:, 0].tolist() == first.removed["input"]
     assert int((ranks == 1).sum()) == 12 - len(first.removed["input"])
     assert second.removed["input"]
+
+
+def test_ranking_of_a_network_that_had_lost_inputs_before() -> None:
+    model = table_network()
+    layer = model[0]
+    select_inputs(layer, [1, 2, 5, 7, 8, 11])
+    layer.weight.data, layer.in_features = layer.weight.data[:, [1, 2, 5, 7, 8, 11]], 6
+    pruner = Pruner(model, RLS(model), torch.rand(1, 12), target={"inputs": 4})
+    pruner.calibrate([torch.rand(64, 12)])
+    before = pruner.kept_inputs.tolist()
+    pruner.prune()
+    ranks, kept = pruner.input_ranking, pruner.kept_inputs.tolist()
+    assert (ranks == 1).nonzero()[:, 0].tolist() == kept
+    assert (ranks == 2).nonzero()[:, 0].tolist() == sorted(set(before) - set(kept)) != []
+    assert (ranks == 3).nonzero()[:, 0].tolist() == [0, 3, 4, 6, 9, 10]
+    resumed = Pruner(model, RLS(model), torch.rand(1, 12), target={"inputs": 4})
+    resumed.load_state_dict(pruner.state_dict())
+    assert torch.equal(resumed.input_ranking, ranks)
 
 
 @pytest.mark.parametrize("target", [{"inputs": 0}, {"inputs": 1.5}, {"inputs": "5"}, {"columns": 5}])

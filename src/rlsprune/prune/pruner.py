@@ -160,6 +160,12 @@ class Pruner:
             with uninterrupted():
                 self._network = LiveNetwork(model, optimizer, example_inputs, ignore)
                 operation = self._operation = Operation(self._network, example_inputs, settings)
+                self._first_inputs = {
+                    group.name: kept.tolist()
+                    for group in self.groups
+                    if group.is_input and (kept := kept_inputs(group.consumers[0].module)) is not None
+                }
+                """Of groups that had lost input features before the first event: those that were left."""
         except BaseException:
             if operation is not None:
                 operation.close()
@@ -357,6 +363,8 @@ class Pruner:
     def input_ranking(self) -> Tensor | dict[str, Tensor]:
         """1 for input features that the network still uses, 2 for those that went last, and so on to the first.
 
+        Those that were gone when the pruner was made come last.
+
         By name, if the network has several inputs whose features can be pruned.
         """
         widths = {
@@ -366,7 +374,10 @@ class Pruner:
         }
         if not widths:
             raise ValueError("the network reads no flat input features that could go: there is nothing to rank")
-        ranks = {name: input_ranks(name, width, self.history) for name, width in widths.items()}
+        ranks = {
+            name: input_ranks(name, width, self._first_inputs.get(name, range(width)), self.history)
+            for name, width in widths.items()
+        }
         return ranks if len(ranks) > 1 else next(iter(ranks.values()))
 
     def strip_inputs(self) -> nn.Module:
@@ -383,6 +394,7 @@ class Pruner:
             "gate": self._gate.state_dict(),
             "done": self.done,
             "history": [event.to_dict() for event in self.history],
+            "first_inputs": dict(self._first_inputs),
             "original": dict(self._operation.budget.original),
             "recovered": None if self._recovered is None else [kept.state_dict() for kept in self._recovered],
         }
@@ -416,6 +428,7 @@ class Pruner:
             gate.load_state_dict(state["gate"])
         with uninterrupted():
             self.history, self._recovered = history, recovered
+            self._first_inputs = dict(state.get("first_inputs", {}))  # which 0.1.0 did not save
             self._operation.budget.original |= original
             self._commit(gate, done=done)
 
