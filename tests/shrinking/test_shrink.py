@@ -321,6 +321,74 @@ def test_recovery_learns_from_labels_and_from_the_given_network(trained: nn.Modu
     assert accuracy(trained) > 90
 
 
+class NextToken(nn.Module):
+    """Says the next token, and compares itself with labels that it shifts, as causal language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(31, 32), nn.Linear(32, 64), nn.Linear(64, 31)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.hidden(self.embed(input_ids)).relu())
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def sequences() -> Tensor:
+    """Each token is three times the one before, plus one."""
+    tokens = [torch.arange(31)]
+    for _ in range(7):
+        tokens.append((3 * tokens[-1] + 1) % 31)
+    return torch.stack(tokens, 1)
+
+
+def test_a_network_that_shifts_its_labels_recovers_by_its_own_loss() -> None:
+    torch.manual_seed(0)
+    model, ids = NextToken(), sequences()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(ids, ids)["loss"].backward()
+        optimizer.step()
+
+    def right() -> float:
+        return float((model(ids)["logits"][:, :-1].argmax(-1) == ids[:, 1:]).float().mean())
+
+    assert right() == 1
+    given = -model(ids, ids)["loss"].item()
+    labelled = [{"input_ids": ids, "labels": ids.clone()}] * 4
+    shrunk = rlsprune.shrink(model, labelled, target={"params": 0.7}, recovery_epochs=3)
+    assert shrunk.front[0].score == pytest.approx(given, rel=1e-4)
+    assert shrunk.chosen.score == pytest.approx(-model(ids, ids)["loss"].item(), rel=1e-4)
+    assert right() > 0.95
+
+
+def test_labels_that_are_the_inputs_need_a_loss() -> None:
+    class Silent(NextToken):
+        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(input_ids)
+
+    labelled = [{"input_ids": sequences(), "labels": sequences()}]
+    with pytest.raises(ValueError, match="leave labels out, or give loss="):
+        rlsprune.shrink(Silent(), labelled, target={"params": 0.7})
+
+
+def test_a_network_whose_loss_is_cross_entropy_is_scored_by_accuracy() -> None:
+    class Tags(NextToken):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            output = super().forward(input_ids)
+            if labels is not None:
+                output["loss"] = nn.functional.cross_entropy(output["logits"].flatten(0, 1), labels.flatten())
+            return output
+
+    model, ids = Tags(), sequences()
+    accuracy = 100 * float((model(ids)["logits"].argmax(-1) == ids % 2).float().mean())
+    shrunk = rlsprune.shrink(model, [{"input_ids": ids, "labels": ids % 2}], target={"params": 0.7})
+    assert shrunk.front[0].score == pytest.approx(accuracy)
+
+
 def test_recovery_of_a_regression_minimises_the_squared_error() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -74,10 +74,11 @@ def shrink(
         valid: Batches that the score is measured on; None for those that the layers are refitted on.
         loss: Of recovery, from outputs and targets. None: without targets, how far the outputs are from the given
             network's (Kullback-Leibler divergence of class scores, else the squared difference over the variance); with
-            class labels, the mean of that and cross-entropy; with other targets, the mean squared error.
+            class labels, the mean of that and cross-entropy; with other targets, the mean squared error. A network that
+            takes a dict's ``labels`` and has another ``loss`` for them, as causal language models do: that one.
         score: From a network to a number, higher is better; it leaves the network as it is. None: accuracy in percent
             for class labels; without targets the percentage of inputs whose class is the given network's, if its
-            outputs look like class scores; else minus the loss.
+            outputs look like class scores; else, and where the network has a loss of its own, minus the loss.
         recovery_epochs: At most, after each round; 0 for no training at all.
         optimizer: Makes the one that recovers, anew for each round; None for ``RLS(model, lr=0.1)``.
         ratio: With recovery, the share of the targeted cost that goes in a round.
@@ -125,7 +126,7 @@ def shrink(
     sample = given.sample(calibration)
     scored: Iterable[Pair] = sample if valid is None else GivenBatches(valid, device, "valid")
     whole = bare_copy(model).eval()
-    objective = Objective(whole, sample[0], loss)
+    objective = Objective(whole, sample[0], loss, given.named)
     was_training = model.training
     with contextlib.ExitStack() as stack:
         tell = stack.enter_context(shown_progress(on_progress))

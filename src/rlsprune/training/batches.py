@@ -63,9 +63,12 @@ class GivenBatches:
                 f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
             )
         self._batches, self._device, self._name = batches, device, name
-        first = next(iter(self), None)
-        if first is None:
+        batch = next(iter(batches), None)
+        if batch is None:
             raise self._empty()
+        first = self._moved(as_pair(batch))
+        self.named = isinstance(batch, Mapping)
+        """Whether a batch is a mapping, so that its labels are meant for the network itself."""
         self.example: ExampleInputs = _cut(first[0], slice(0, 1), batch_size(first[0]))
         """One input."""
         self.targets = first[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,9 +49,10 @@ class Objective:
         given: The network as it was given, in evaluation mode.
         example: A batch that tells of what kind targets and outputs are.
         loss: The user's, from outputs and targets; None for the rules of `rlsprune.shrink`.
+        named: Whether targets are the ``labels`` of a mapping. A network that takes them tells its loss itself.
     """
 
-    def __init__(self, given: nn.Module, example: Pair, loss: Loss | None = None) -> None:
+    def __init__(self, given: nn.Module, example: Pair, loss: Loss | None = None, named: bool = False) -> None:
         self._given, self._loss = given, loss
         self._known_batches: list[Pair] | None = None
         self._known_classes: list[Tensor] = []
@@ -62,6 +64,11 @@ class Objective:
         self.labelled = isinstance(targets, Tensor)
         whole = self.labelled and not targets.is_floating_point() and targets.dtype != torch.bool
         self.class_labels = whole and len(outputs) == 1 and _class_dim(outputs[0], targets) is not None
+        self._own_loss = False
+        if named and self.class_labels:
+            own = self._loss_beside_entropy(outputs[0], inputs, targets)
+            self._own_loss = own and loss is None
+            self.class_labels = not own
         confident = (
             len(outputs) == 1
             and outputs[0].dim() > 1
@@ -75,6 +82,10 @@ class Objective:
 
     def loss(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
         """What recovery minimises, on one batch."""
+        if self._own_loss:
+            own = _own_loss(model, inputs, targets)
+            assert own is not None, "the given network told one"
+            return own
         output = _call(model, inputs)
         if self._loss is not None:
             return self._loss(output, targets)
@@ -86,9 +97,29 @@ class Objective:
         apart = divergence(_last(outputs, targets), _last(given, targets), self.classes)
         if not self.class_labels:
             return apart
-        dim = _class_dim(outputs[0], targets)
-        entropy = F.cross_entropy(outputs[0] if dim == 1 else outputs[0].flatten(0, -2), _flat(targets, dim))
-        return (1 - _TEACHER) * entropy + _TEACHER * apart
+        return (1 - _TEACHER) * _entropy(outputs[0], targets) + _TEACHER * apart
+
+    def _loss_beside_entropy(self, outputs: Tensor, inputs: Any, targets: Tensor) -> bool:
+        """Whether the network's loss is not the cross-entropy of outputs and labels, place by place.
+
+        Causal language models compare each output with the label of the next place.
+
+        Raises:
+            ValueError: Labels are the inputs themselves, and neither the network nor the user tells the loss.
+        """
+        if "labels" in inspect.signature(self._given.forward).parameters:
+            with evaluating(self._given):
+                own = _own_loss(self._given, inputs, targets)
+            if own is not None:
+                return not torch.isclose(own.float(), _entropy(outputs.float(), targets), rtol=1e-4)
+        counted, ids = targets >= 0, inputs.get("input_ids")
+        copied = isinstance(ids, Tensor) and ids.shape == targets.shape and torch.equal(ids[counted], targets[counted])
+        if copied and self._loss is None:
+            raise ValueError(
+                "labels are the input_ids, as for a model that shifts them itself, but the network tells no loss for "
+                "them: leave labels out, or give loss="
+            )
+        return copied
 
     @property
     def own_score(self) -> float | None:
@@ -168,8 +199,17 @@ def _class_dim(outputs: Tensor, targets: Tensor) -> int | None:
     return None
 
 
-def _flat(targets: Tensor, dim: int | None) -> Tensor:
-    return targets if dim == 1 else targets.flatten()
+def _entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    if _class_dim(outputs, targets) == 1:
+        return F.cross_entropy(outputs, targets)
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _own_loss(model: nn.Module, inputs: Any, targets: Any) -> Tensor | None:
+    """What the network says of its labels, if it has a loss."""
+    output = model(**inputs, labels=targets)
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _last(outputs: list[Tensor], targets: Any) -> list[Tensor]:
