@@ -138,11 +138,37 @@ def test_random_state_decides_everything_and_torchs_own_is_left_alone() -> None:
         ({"task": "ranking"}, "task='ranking' is not valid"),
         ({"folds": 1}, "folds=1 is not valid: it must be at least 2"),
         ({"step": 1.0}, "step=1.0 is not valid"),
+        ({"epochs": -3}, "epochs=-3 is not valid"),
+        ({"recovery_epochs": -1}, "recovery_epochs=-1 is not valid"),
+        ({"batch_size": -1}, "batch_size=-1 is not valid"),
+        ({"hidden_layer_sizes": 8}, "hidden_layer_sizes=8 is not valid"),
     ],
 )
 def test_bad_settings_are_told(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         FeatureSelector(**changes).fit(np.random.rand(20, 3), np.arange(20) % 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("n_features", value) for value in (-1, 0, "x", 2.5)),
+        *(("hidden_layer_sizes", value) for value in (8, "ab", (8, 0))),
+        ("epochs", 1.5),
+        ("batch_size", -1),
+        ("validation_fraction", 0.9),  # of four rows
+    ],
+)
+def test_bad_settings_of_a_network_are_told(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not valid".replace("(", r"\(").replace(")", r"\)")):
+        PrunedClassifier(**{name: value}).fit(np.random.rand(4, 3), np.arange(4) % 2)
+
+
+@pytest.mark.parametrize(("epochs", "target"), [(1, 0.2), (2, None), (2, 0.2)])
+def test_as_few_columns_as_asked_for_even_in_few_epochs(epochs: int, target: float | None) -> None:
+    table, number = make_friedman1(200, n_features=200, random_state=0)
+    regressor = PrunedRegressor(n_features=5, epochs=epochs, target=target, random_state=0).fit(table, number)
+    assert regressor.support_.sum() == 5
 
 
 def test_one_class_is_refused() -> None:

@@ -110,6 +110,9 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
         check_argument("step", self.step, 0 < self.step < 1, "in (0, 1)")
         kinds = ("auto", "classification", "regression")
         check_argument("task", self.task, self.task in kinds, f"one of {', '.join(kinds)}")
+        _check_training(self.hidden_layer_sizes, self.epochs, self.batch_size)
+        again = self.recovery_epochs
+        check_argument("recovery_epochs", again, again == 0 or _is_count(again), "0, or a number of epochs")
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         wanted = self._wanted(X.shape[1])
         kind = type_of_target(y, input_name="y") if self.task == "auto" else self.task
@@ -212,18 +215,21 @@ class _PrunedNetwork(BaseEstimator):
 
     def _fit(self, X: _Table, targets: Tensor, outputs: int, loss: RowLoss, guessing: float) -> None:
         """Trains on scaled columns, prunes on the way, and puts the scaling into the first layer."""
-        check_argument("epochs", self.epochs, self.epochs >= 1, "at least 1")
-        share = self.validation_fraction
+        _check_training(self.hidden_layer_sizes, self.epochs, self.batch_size)
+        share, wanted = self.validation_fraction, self._wanted(X.shape[1])
         check_argument("validation_fraction", share, 0 < share < 1, "in (0, 1)")
+        count = max(1, round(share * len(X)))
+        check_argument("validation_fraction", share, count < len(X), f"less, to leave some of {len(X)} rows to learn")
         scale = _Scale(X)
         inputs = torch.from_numpy(scale.scaled(X)).float()
         with _seeded(self.random_state):
             network = _network(X.shape[1], self.hidden_layer_sizes, outputs)
+            layer = network[0]
+            assert isinstance(layer, nn.Linear)
             order = torch.randperm(len(inputs))
-            count = max(1, round(share * len(order)))
             held, own = order[:count], order[count:]
             optimizer = RLS(network, lr=self.lr, weight_decay=self.weight_decay)
-            pruner = self._pruner(network, optimizer, inputs)
+            pruner = self._pruner(network, optimizer, inputs, wanted)
             rows = [(inputs[own], targets[own])]
             for epoch in _epochs([network], optimizer, rows, loss, self.epochs, self.batch_size):
                 if pruner is None:
@@ -234,14 +240,17 @@ class _PrunedNetwork(BaseEstimator):
                     held_out = float(loss(network.eval()(inputs[held]), targets[held]).mean())
                 # A loss near zero that doubles is still near zero: the tolerance is of what there is to learn.
                 pruner.step(guessing + held_out)
+                if epoch == self._last_prune:  # too few epochs, perhaps, for all the prunes that it takes
+                    while layer.weight.shape[1] > (wanted or X.shape[1]):
+                        pruner.calibrate([inputs[own]])
+                        if pruner.prune() is None:
+                            break
             if pruner is not None and pruner.history:
                 pruner.finish()
             self.n_parameters_ = sum(parameter.numel() for parameter in network.parameters())
             if pruner is not None:
                 pruner.close()
             optimizer.close()
-        layer = network[0]
-        assert isinstance(layer, nn.Linear)
         kept = kept_inputs(layer)
         self.support_ = np.zeros(X.shape[1], dtype=bool)
         self.support_[slice(None) if kept is None else kept.numpy()] = True
@@ -249,12 +258,19 @@ class _PrunedNetwork(BaseEstimator):
         assert isinstance(small, nn.Sequential)
         self.model_ = scale.taken_in(small)
 
-    def _pruner(self, network: nn.Module, optimizer: RLS, inputs: Tensor) -> Pruner | None:
+    def _wanted(self, columns: int) -> int | None:
+        """How many features are asked for; None for as pruning sees fit."""
+        asked = self.n_features
+        if asked is None:
+            return None
+        share = isinstance(asked, float) and 0 < asked <= 1
+        check_argument("n_features", asked, share or _is_count(asked), "None, a count, or a share in (0, 1]")
+        return max(1, round(asked * columns)) if share else min(int(asked), columns)
+
+    def _pruner(self, network: nn.Module, optimizer: RLS, inputs: Tensor, wanted: int | None) -> Pruner | None:
         target: dict[str, float] = {} if self.target is None else {"params": self.target}
         warmup, columns, ratio = max(1, self.epochs // 8), inputs.shape[1], self.ratio
-        asked = self.n_features
-        wanted = columns if asked is None else asked if isinstance(asked, Integral) else max(1, round(asked * columns))
-        if wanted < columns:
+        if wanted is not None and wanted < columns:
             target["inputs"] = wanted
             events = 0.7 * max(1, self._last_prune - warmup)  # some take less than their share
             ratio = min(0.9, max(ratio, 1 - (wanted / columns) ** (1 / events)))
@@ -431,6 +447,17 @@ def _network(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+
+
+def _check_training(hidden: Sequence[int], epochs: int, batch_size: int | None) -> None:
+    sizes = isinstance(hidden, Sequence | np.ndarray) and all(map(_is_count, hidden))
+    check_argument("hidden_layer_sizes", hidden, sizes, "a size for each hidden layer, (32,) say")
+    check_argument("epochs", epochs, _is_count(epochs), "at least 1")
+    check_argument("batch_size", batch_size, batch_size is None or _is_count(batch_size), "None or at least 1")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _epochs(
