@@ -21,10 +21,11 @@ from app.fit.test_fit import QUICK, run_onnx
 from rlsprune.app.cli.main import main
 from rlsprune.app.config.fit import make_fit_config
 from rlsprune.app.config.losses import LOSSES
-from rlsprune.app.config.metrics import METRICS, find_metrics
+from rlsprune.app.config.metrics import METRICS, Metric, find_metrics
 from rlsprune.app.data.labels import read_labels
 from rlsprune.app.data.tables import read_table
 from rlsprune.app.fit.fit import load_own_data, make_own_recipe
+from rlsprune.app.fit.targets import find_target_scale
 from rlsprune.app.fit.task import class_weights
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.scores import Scoring
@@ -141,6 +142,25 @@ def test_given_weights_of_a_regressor_say_the_same_on_scaled_targets(
     with torch.no_grad():
         again = recipe.delivered(model)(loaded.test.images)
     assert np.allclose(again.numpy(), outputs, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("end", "scaled"),
+    [
+        (nn.Identity(), True),
+        (nn.ReLU(inplace=True), False),
+        (nn.Hardtanh(inplace=True), False),
+        (nn.LeakyReLU(inplace=True), False),
+    ],
+)
+@pytest.mark.parametrize("bias", [-5.0, 0.0, 5.0])
+def test_targets_are_scaled_only_where_the_last_layer_says_them(
+    end: nn.Module, scaled: bool, bias: float, regressors: Path, prices: Path
+) -> None:
+    data = load_own_data(make_fit_config(f"{regressors}:ten", prices))
+    network = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1), end)
+    network[2].bias.data.fill_(bias)
+    assert (find_target_scale(network, data) is not None) == scaled
 
 
 def test_several_labels_at_once(regressors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +321,18 @@ def test_scores_are_those_of_scikit_learn(metric: str, classes: int) -> None:
     assert found.scores[metric] == pytest.approx(100 * wanted)
     assert found.scores["accuracy"] == pytest.approx(100 * metrics.accuracy_score(labels, chosen))
     assert found.loss == pytest.approx(float(nn.functional.cross_entropy(outputs, labels)), rel=1e-5)
+
+
+@pytest.mark.parametrize("metric", [metric for name, metric in METRICS.items() if name != "accuracy"])
+def test_outputs_that_are_not_finite_score_no_better_than_any(metric: Metric) -> None:
+    labels = torch.tensor([[0.0], [1.0]]) if "regression" in metric.tasks else torch.tensor([0, 1])
+    far = torch.tensor([[1e3], [-1e3]]) if "regression" in metric.tasks else torch.tensor([[0.0, 9.0], [9.0, 0.0]])
+    scoring = Scoring(metric.tasks[0], find_metrics(metric.tasks[0], metric.name))
+    broken, bad = (
+        scoring(nn.Identity(), [(outputs, labels)], LOSSES["mse"]).scores[metric.name]
+        for outputs in (torch.full_like(far, torch.nan), far)
+    )
+    assert metric.at_least_as_good(bad, broken)
 
 
 def test_score_without_an_example_of_every_class_is_refused(networks: Path, tmp_path: Path) -> None:

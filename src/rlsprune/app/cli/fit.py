@@ -71,7 +71,7 @@ def fit(
         typer.Option(
             "--metric",
             help=f"The score that counts: {', '.join(METRICS)}. Default: accuracy; r2 of numbers; f1 of "
-            "several labels.",
+            "several labels. Of two classes, f1 and average-precision are those of the second in the order of names.",
             autocompletion=options.completing(tuple(METRICS)),
         ),
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,11 @@ class Metric:
     unit: str = " %"
     digits: int = 2
     higher_is_better: bool = True
+
+    @property
+    def worst(self) -> float:
+        """The value of outputs that are not finite."""
+        return 0.0 if self.unit else -math.inf if self.higher_is_better else math.inf
 
     def text(self, value: float | None) -> str:
         """A value as it is shown."""

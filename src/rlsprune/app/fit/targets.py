@@ -18,6 +18,8 @@ from rlsprune.model.modes import evaluating
 
 __all__ = ["TargetScale", "find_target_scale"]
 
+_COMPARED = 64  # inputs on which both forms of a network must agree
+
 
 @dataclass(frozen=True, eq=False)
 class TargetScale:
@@ -65,12 +67,33 @@ def find_target_scale(model: nn.Module, data: Dataset) -> TargetScale | None:
     if data.task != "regression":
         return None
     last = _last_layer(model, data)
-    if last is None:
+    if last is None or not _is_said_by(last, model, data):
         return None
     values = data.train.labels.cpu().double()
     mean = values.mean(0)
     scale = (values - mean).square().mean(0).sqrt()
     return TargetScale(mean, torch.where(scale > 1e-7 * values.abs().amax(0), scale, 1.0), last)
+
+
+def _is_said_by(last: str, model: nn.Module, data: Dataset) -> bool:
+    """Whether a layer's scaling is that of the outputs: an operation in place may follow it, such as a ReLU."""
+    some = torch.rand(_COMPARED, *data.shape, generator=torch.Generator().manual_seed(0))
+    inputs = some.to(data.train.images.device)
+    layer = model.get_submodule(last)
+    assert isinstance(layer, nn.Linear)
+    away = torch.full((layer.out_features,), -10.0, dtype=torch.float64)  # turned round: what clips or bends shows
+    other = TargetScale(away, away, last).for_unscaled(model)
+    with evaluating(model, other):
+        wanted, got = -10 * _outputs(model, inputs) - 10, _outputs(other, inputs)
+    return torch.allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
+    try:
+        outputs: Tensor = model(inputs)
+    except Exception:  # a network that takes its inputs flat
+        outputs = model(inputs.flatten(1))
+    return outputs
 
 
 def _last_layer(model: nn.Module, data: Dataset) -> str | None:
@@ -89,10 +112,7 @@ def _last_layer(model: nn.Module, data: Dataset) -> str | None:
     inputs = torch.zeros(2, *data.shape, device=data.train.images.device)
     try:
         with evaluating(model):
-            try:
-                outputs = model(inputs)
-            except Exception:  # a network that takes its inputs flat
-                outputs = model(inputs.flatten(1))
+            outputs = _outputs(model, inputs)
     finally:
         for handle in handles:
             handle.remove()

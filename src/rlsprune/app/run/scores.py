@@ -74,7 +74,7 @@ class Scoring:
 
     def _score(self, metric: Metric, outputs: Array, labels: Array) -> float:
         if not np.isfinite(outputs).all():  # the guard tells what is wrong
-            return 0.0
+            return metric.worst
         kind = self.task if self.task != "classification" else "binary" if outputs.shape[1] == 2 else "classes"
         value = float(_BY_KIND[kind][metric.name](outputs, labels))
         return value if metric.unit == "" else 100 * value
