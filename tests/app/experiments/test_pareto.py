@@ -125,7 +125,9 @@ def test_front_of_a_run_of_fit(task: str, tmp_path: Path, capsys: pytest.Capture
     quick = ["--data", f"{tmp_path}/data.npz", "--epochs", "5", "--no-prune", "--threads", "1", "--quiet"]
     assert main(["fit", model, *quick, "--out", str(out)]) == 0
     assert main(["pareto", str(out), "--target", "0.5", "--recovery-epochs", "1", "--ratio", "0.3"]) == 0
-    assert "Chosen: " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Chosen: " in told
+    assert "may have trained on the held-out examples" in told
     result = json.loads((out / "pareto" / "pareto.json").read_text())
     front, summary = result["front"], json.loads((out / "summary.json").read_text())
     assert result["metric"] == metric
@@ -136,3 +138,21 @@ def test_front_of_a_run_of_fit(task: str, tmp_path: Path, capsys: pytest.Capture
     assert parameter_count(small) <= 0.5 * front[0]["params"]
     found = recipe.scoring(small, recipe.evaluation_batches(recipe.data.test), recipe.loss).scores[metric]
     assert found == pytest.approx(front[result["chosen"]][metric], abs=1e-3), "the file takes unscaled columns"
+
+
+@pytest.mark.parametrize("gate", ["train", "valid"])
+def test_front_of_a_run_of_fit_on_data_that_changed(
+    gate: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = np.random.default_rng(0).random((100, 6)).astype(np.float32)
+    arrays = {"x_train": x, "y_train": (x[:, 0] > 0.5).astype(int), "x_test": x, "y_test": (x[:, 0] > 0.5).astype(int)}
+    np.savez(tmp_path / "data.npz", **arrays)
+    (tmp_path / "nets.py").write_text("from torch import nn\ndef net():\n    return nn.Linear(6, 2)\n")
+    out, options = tmp_path / "run", ["--epochs", "1", "--no-prune", "--gate", gate, "--threads", "1", "--quiet"]
+    assert main(["fit", f"{tmp_path}/nets.py:net", "--data", f"{tmp_path}/data.npz", *options, "--out", str(out)]) == 0
+    np.savez(tmp_path / "data.npz", **{name: array[:90] for name, array in arrays.items()})
+    assert main(["pareto", str(out), "--target", "0.5"]) == 3
+    assert "changed since the run was started" in capsys.readouterr().err
+    (out / "summary.json").unlink()
+    assert main(["pareto", str(out)]) == 2
+    assert "`rlsprune fit --resume`" in capsys.readouterr().err

@@ -53,9 +53,9 @@ def pareto(
 
     source = RunFolder(run)
     if not source.finished:
-        raise ValueError(
-            f"{run} holds no finished run: give the folder of one, or finish it with `rlsprune run --resume`"
-        )
+        of_fit = source.started and "import_from" in source.read_json("config")
+        command = f"rlsprune {'fit' if of_fit else 'run'} --resume"
+        raise ValueError(f"{run} holds no finished run: give the folder of one, or finish it with `{command}`")
     config = _config(run, source, device, data_dir)
     metric = metric_of(source.read_summary())
     folder = out or run / "pareto"
@@ -84,6 +84,8 @@ def pareto(
     chosen = result["front"][result["chosen"]]
     share = 100 * chosen["params"] / full["params"]
     typer.echo(f"Chosen: {share:.1f} % of the parameters, {metric.label} {metric.text(chosen[metric.name])}")
+    if config.method != "shrink":
+        typer.echo("The run may have trained on the held-out examples: judge the networks by their test scores")
     typer.echo(printable(f"Written to {folder}: model.safetensors, pareto.png and pareto.json"))
 
 

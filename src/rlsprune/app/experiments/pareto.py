@@ -51,7 +51,8 @@ def shrink_run(
 ) -> Mapping[str, Any]:
     """Shrinks a run's network, and writes the front, its picture and the chosen network, anew with each point.
 
-    Every choice is made on images held out of the training split; those of the test split are only looked at.
+    Every choice is made on examples held out of the training split here, though most runs have trained on them before;
+    those of the test split are only looked at.
 
     Args:
         config: The run's; the device and the folder of the data may be others.
@@ -65,7 +66,7 @@ def shrink_run(
         What stands in pareto.json.
 
     Raises:
-        ValueError: The folder holds a front already.
+        ValueError: The folder holds a front already, or the data are not those of the run.
         FloatingPointError: Recovery diverged.
     """
     if (out / "pareto.json").exists():
@@ -129,7 +130,10 @@ def shrink_run(
 def _opened(config: RunConfig | FitConfig, source: RunFolder) -> tuple[Recipe, nn.Module]:
     """A finished run's parts, with examples held out, and its network on the data as it was trained on them."""
     if isinstance(config, FitConfig):
-        of_fit = replace(config, gate="valid", weights=str(source.model), classes=(), images=(0, 0))
+        of_fit = replace(config, weights=str(source.model))
+        if config.gate != "valid":
+            load_own_data(config)  # are they still those of the run?
+            of_fit = replace(of_fit, gate="valid", classes=(), images=(0, 0))
         recipe = make_own_recipe(of_fit, load_own_data(of_fit))
         model = recipe.build_model()
         recipe.prepare(model)
