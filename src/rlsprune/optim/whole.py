@@ -36,7 +36,8 @@ class Whole:
         """See :class:`Form`."""
         self._x, self._mean_scale = x, mean_scale
         self._u, excitation = functional.gain(self.P, x)
-        largest = self.P.diagonal(dim1=-2, dim2=-1).amax(-1)
+        # A spoilt P shows in the excitation; the energy tells of the input alone then.
+        largest = self.P.diagonal(dim1=-2, dim2=-1).amax(-1).nan_to_num(nan=1.0, posinf=1.0)
         energy = mean_scale * torch.linalg.vecdot(x, x) * largest
         self._excitation = mean_scale * excitation
         self._floor = _LEAST * self.P.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps * energy

@@ -71,7 +71,7 @@ def test_idx_pair_has_a_channel_and_int64_labels(tmp_path: Path) -> None:
     [
         (random_images(3, (4, 4)), random_labels(2), "2 labels for the 3 images"),
         (random_images(3, (4,)), random_labels(3), "not that of images"),
-        (random_images(0, (4, 4)), random_labels(0), "not that of images"),
+        (random_images(0, (4, 4)), random_labels(0), "it holds nothing"),
         (random_images(3, (4, 4)), random_images(3, (1,)), "not that of labels"),
         (random_images(3, (4, 4)), np.array([1, 10, 2], np.uint8), "label 10 of image 1 is not between 0 and 9"),
     ],

@@ -52,9 +52,9 @@ def test_what_is_evaluated_is_the_moving_average(tmp_path: Path, tiny: dict[str,
     live.epoch(Observer())
     assert torch.allclose(live.result.fc2.weight, expected[-1], atol=1e-6)  # type: ignore[union-attr,arg-type]
     assert not torch.allclose(live.model.fc2.weight, expected[-1], atol=1e-6)  # type: ignore[union-attr,arg-type]
-    assert live._evaluate(live.data.test) == evaluate(
-        live.result, live.recipe.evaluation_batches(live.data.test), live.recipe.loss
-    )
+    expected_score = evaluate(live.result, live.recipe.evaluation_batches(live.data.test), live.recipe.loss)
+    scored = live._evaluate(live.data.test)
+    assert (scored.loss, scored.scores) == (expected_score.loss, {"accuracy": expected_score.accuracy})
 
 
 def test_the_average_is_pruned_with_the_network_and_kept(tmp_path: Path, tiny: dict[str, Any]) -> None:
