@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import rlsprune
+from rlsprune.model.attention import open_attention
 
 
 def make_model() -> nn.Sequential:
@@ -291,6 +292,13 @@ def test_layers_rls_cannot_know_go_to_the_fallback_with_a_warning() -> None:
     optimizer.step()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name, p in model.named_parameters() if p.grad.abs().sum() > 0}
+
+
+def test_the_projection_of_an_opened_attention_is_left_out_for_a_reason_that_holds() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(4, 2))
+    open_attention(model)
+    with pytest.warns(UserWarning, match=r"layer '0\.out_proj' .* is a part of nn\.MultiheadAttention, which need not"):
+        rlsprune.RLS(model)
 
 
 def test_a_layer_without_a_gradient_keeps_everything() -> None:

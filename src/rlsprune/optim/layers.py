@@ -117,7 +117,7 @@ def _obstacle(name: str, layer: Layer, modules: dict[str, nn.Module], owners: di
         if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
             return "fully_shard has divided its inputs over the ranks: let it divide the outputs (dimension 0)"
     if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
-        return "nn.MultiheadAttention uses its weight without calling it, so its input is never seen"
+        return "it is a part of nn.MultiheadAttention, which need not call it: its input is not always seen"
     tied = [modules[other] for p in layer.parameters(recurse=False) for other in owners[id(p)]]
     if any(not is_layer(other) or other.weight is not layer.weight or other.bias is not layer.bias for other in tied):
         return "it shares one of its parameters, but not all of them, with another module"
