@@ -60,6 +60,15 @@ def test_copies_of_a_feature_go_and_the_last_of_them_stays() -> None:
     assert len(kept & {0, 5, 6}) == 1
 
 
+def test_features_are_eliminated_on_the_device_of_the_inputs() -> None:
+    """On the meta device, which has shapes and no values: tensors made elsewhere would not meet it."""
+    inputs, targets = torch.randn(20, 6, device="meta"), torch.randn(20, 1, device="meta")
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 1)).to("meta")
+    P = inverse_autocorrelation(inputs)
+    found = removal_losses(model, P, inputs, targets, lambda outputs, wanted: (outputs - wanted).square().mean(-1))
+    assert (found.shape, found.device.type, P.shape, P.device.type) == ((6,), "meta", (7, 7), "meta")
+
+
 def test_loss_without_a_feature_is_that_of_the_least_squares_refit() -> None:
     """Against the refit itself, in float64: regress the feature on the others, and put that in its place."""
     torch.manual_seed(0)

@@ -6,11 +6,11 @@ import statistics
 import time
 from collections import defaultdict
 
-import torch
 from torch import Tensor, nn
 
 from rlsprune.model.calls import ExampleInputs, device_of
 from rlsprune.model.modes import inference
+from rlsprune.model.tensors import wait_for
 
 __all__ = ["layer_times"]
 
@@ -33,8 +33,7 @@ def layer_times(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, fl
         started: dict[str, float] = {}
 
         def now() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            wait_for(device)
             return time.perf_counter()
 
         for name, module in plain.named_modules():

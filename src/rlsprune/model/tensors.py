@@ -47,10 +47,8 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
 
 def wait_for(device: torch.device) -> None:
     """Blocks until queued work has finished."""
-    if device.index is None:
-        getattr(torch, device.type).synchronize()
-    else:
-        getattr(torch, device.type).synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def is_sharded(tensor: Tensor) -> bool:

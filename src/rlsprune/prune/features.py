@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from rlsprune.model.modes import evaluating
+from rlsprune.model.tensors import exact
 from rlsprune.statistics.inverse import DenseInverse
 
 __all__ = ["Elimination", "Fold", "inverse_autocorrelation", "removal_losses"]
@@ -29,9 +31,9 @@ _ENTRIES = 2**22  # of hidden values that are worked on at a time
 
 def inverse_autocorrelation(inputs: Tensor) -> Tensor:
     """P of rows with a column of ones last, slightly damped, in float64."""
-    rows = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.double)], 1)
+    rows = F.pad(exact(inputs), (0, 1), value=1.0)
     A = rows.mT @ rows / len(rows)
-    A.diagonal().add_(_DAMPING * float(A.diagonal().mean()))
+    A.diagonal().add_(_DAMPING * A.diagonal().mean())
     return torch.cholesky_inverse(torch.linalg.cholesky(A))
 
 
@@ -48,16 +50,17 @@ def removal_losses(model: nn.Sequential, P: Tensor, inputs: Tensor, targets: Ten
     """
     layer, rest = model[0], model[1:]
     assert isinstance(layer, nn.Linear)
-    rows = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.double)], 1)
+    rows = F.pad(exact(inputs), (0, 1), value=1.0)
     residuals = ((rows @ P)[:, :-1] / P.diagonal()[:-1]).to(inputs)
     found: list[Tensor] = []
     with evaluating(model):
         whole = layer(inputs)
-        for features in torch.split(torch.arange(inputs.shape[1]), max(1, _ENTRIES // max(whole.numel(), 1))):
+        numbers = torch.arange(inputs.shape[1], device=inputs.device)
+        for features in torch.split(numbers, max(1, _ENTRIES // max(whole.numel(), 1))):
             without = whole - residuals[:, features].mT[:, :, None] * layer.weight[:, features].mT[:, None]
             outputs = rest(without.flatten(0, 1))
             each = loss(outputs, targets.repeat(len(features), *(1,) * (targets.dim() - 1)))
-            found.append(each.double().view(len(features), len(inputs)).mean(1))
+            found.append(exact(each).view(len(features), len(inputs)).mean(1))
     return torch.cat(found)
 
 
@@ -98,7 +101,7 @@ class Elimination:
         for fold in self._folds:
             inputs, targets = self.rows(fold.held_out)
             with evaluating(fold.network):
-                losses.append(self.loss(fold.network(inputs), targets).double())
+                losses.append(exact(self.loss(fold.network(inputs), targets)))
         all_rows = torch.cat(losses)
         return float(all_rows.mean()), float(all_rows.std() / len(all_rows) ** 0.5) if len(all_rows) > 1 else 0.0
 
@@ -107,7 +110,7 @@ class Elimination:
         """Takes the features that are missed least, one by one, and refits the networks each time."""
         inverses = [inverse_autocorrelation(self.rows(fold.train)[0]) for fold in self._folds]
         for _ in range(min(count, len(self.left) - 1)):
-            losses = torch.zeros(len(self.left), dtype=torch.double)
+            losses = exact(torch.zeros(len(self.left), device=self._inputs.device))
             for fold, P in zip(self._folds, inverses, strict=True):
                 inputs, targets = self.rows(fold.held_out)
                 losses += len(targets) * removal_losses(fold.network, P, inputs, targets, self.loss)
@@ -121,7 +124,7 @@ def _without(model: nn.Sequential, P: Tensor, feature: int) -> Tensor:
     layer = model[0]
     assert isinstance(layer, nn.Linear)
     removal = DenseInverse(P).without(torch.tensor([feature]))
-    whole = torch.cat([layer.weight, layer.bias[:, None]], 1).mT.double()
+    whole = exact(torch.cat([layer.weight, layer.bias[:, None]], 1).mT)
     refitted = removal.refit(whole).mT.to(layer.weight)
     smaller = nn.Linear(layer.in_features - 1, layer.out_features).to(layer.weight)
     smaller.weight.copy_(refitted[:, :-1])
