@@ -14,7 +14,9 @@ import onnxruntime
 import pandas
 import pytest
 import torch
+from PIL import Image
 from sklearn.datasets import make_friedman1, make_multilabel_classification
+from torch.utils.data import DataLoader
 
 from app.fit.conftest import table, write_images
 from app.fit.test_fit import QUICK, run_onnx
@@ -148,8 +150,6 @@ def test_images_are_predicted_as_they_were_trained_on(networks: Path, tmp_path: 
     out = tmp_path / "run"
     assert main(["fit", f"{networks}:cnn", "--data", str(tmp_path / "photos"), *QUICK, "--out", str(out)]) == 0
     files = sorted((tmp_path / "photos").rglob("*.png"))
-    from PIL import Image
-
     pixels = np.stack([np.asarray(Image.open(file), np.float32)[None] / 255 for file in files])
     outputs = run_onnx(out / "model.onnx", pixels)
     found = predict(out, [str(file) for file in files])
@@ -213,6 +213,11 @@ def test_own_datasets(networks: Path, tmp_path: Path) -> None:
         ([[torch.rand(3)]], "example 0 is a Tensor, not a pair"),
         ([[(torch.rand(3), 0), (torch.rand(4), 1)]], "example 1 is torch.float32 of .4,."),
         ([[(torch.full((3,), torch.nan), 0)]], "not all finite"),
+        (DataLoader([(torch.rand(3), 0)]), "example 0 of its DataLoader cannot be read .TypeError"),
+        ([{"a": 1}], "example 0 of its dict cannot be read .KeyError"),
+        ([[(Image.new("L", (2, 2)), 0)]], "example 0 is of Image and int, not of numbers"),
+        ([[(torch.rand(3), [0, [1, 2]])]], "example 0 is of Tensor and list, not of numbers"),
+        ([[(torch.rand(3), [0, 1]), (torch.rand(3), [0, 1, 1])]], "label of example 1 is of shape .3,."),
     ],
 )
 def test_datasets_that_are_none(given: Any, said: str) -> None:

@@ -60,11 +60,23 @@ def _read(name: str, data: Any) -> tuple[Tensor, Array]:
     inputs: list[Tensor] = []
     labels: list[Any] = []
     for number in range(len(data)) if hasattr(data, "__len__") else ():
-        example = data[number]
+        try:
+            example = data[number]
+        except Exception as error:  # whatever a user's own code raises
+            problem = f"example {number} of its {type(data).__name__} cannot be read ({_told(error)})"
+            raise DataError(name, problem, _RETURN) from error
         if not isinstance(example, tuple | list) or len(example) != 2:
             raise DataError(name, f"example {number} is a {type(example).__name__}, not a pair", _RETURN)
-        inputs.append(torch.as_tensor(example[0]))
-        labels.append(np.asarray(example[1]))
+        try:
+            inputs.append(torch.as_tensor(example[0]))
+            labels.append(np.asarray(example[1]))
+        except (TypeError, ValueError, RuntimeError) as error:
+            kinds = " and ".join(type(part).__name__ for part in example)
+            problem = f"example {number} is of {kinds}, not of numbers ({_told(error)})"
+            raise DataError(name, problem, "Give a tensor or an array (ToTensor) and a label") from error
+        if labels[-1].shape != labels[0].shape:
+            problem = f"the label of example {number} is of shape {labels[-1].shape}, the first is not"
+            raise DataError(name, problem, "Give all labels one shape")
         if inputs[-1].shape != inputs[0].shape or inputs[-1].dtype != inputs[0].dtype:
             problem = f"example {number} is {inputs[-1].dtype} of {tuple(inputs[-1].shape)}, the first is not"
             raise DataError(name, problem, "Give all one shape and type (Resize, ToTensor)")
@@ -77,3 +89,7 @@ def _read(name: str, data: Any) -> tuple[Tensor, Array]:
         problem = f"its inputs are of shape {tuple(stacked.shape)}, or not all finite"
         raise DataError(name, problem, "Give finite numbers of shape (features,) or (channels, height, width)")
     return stacked, np.stack(labels)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
