@@ -22,6 +22,7 @@ from rlsprune.app.cli.main import main
 from rlsprune.app.config.fit import make_fit_config
 from rlsprune.app.config.losses import LOSSES
 from rlsprune.app.config.metrics import METRICS, Metric, find_metrics
+from rlsprune.app.data.errors import DataError
 from rlsprune.app.data.labels import read_labels
 from rlsprune.app.data.tables import read_table
 from rlsprune.app.fit.fit import load_own_data, make_own_recipe
@@ -211,6 +212,32 @@ def test_tables_of_every_format_are_read_alike(tmp_path: Path) -> None:
     assert (len(parts.train), len(parts.test)) == (342, 100)
     assert np.allclose(parts.test.images.numpy(), frame.to_numpy(np.float32)[342:, :-1])
     assert np.allclose(parts.test.labels[:, 0].numpy(), frame["target"][342:])
+
+
+def test_names_in_a_table(tmp_path: Path) -> None:
+    """Columns and classes are named as in the file, without the spaces around them."""
+    path = tmp_path / "a.csv"
+    path.write_text("a , b,fit \n" + "1,2,True\n3,4,False \n" * 5)
+    data = read_table(path)
+    assert (data.columns, data.classes) == (("a", "b"), ("False", "True"))
+    path.write_text("a,fit\n" + "1,True\n3,False\n" * 5)
+    assert read_table(path).classes == ("False", "True")
+    assert read_table(path, task="regression").train.labels.unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "labels", "said"),
+    [
+        ("a,b,a ,c\n1,2,3,0\n", (), "it has two columns 'a'"),
+        ("a;b;c\n1,5;2;0\n", ("c",), "one column alone, 'a;b;c'.*by commas"),
+        ("a,c\n1,x\n2,NA\n", (), "means none .NA, null, nan.*Rename a class NA"),
+        ("a,b,c\n1,2,0\n", ("c", "c"), "names one column twice"),
+    ],
+)
+def test_text_that_is_read_wrongly_if_at_all(text: str, labels: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=said):
+        read_table(tmp_path / "a.csv", labels)
 
 
 @pytest.mark.parametrize(

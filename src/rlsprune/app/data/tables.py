@@ -67,6 +67,8 @@ def read_table(
         raise DataError(path, "there is no such table", f"Give a file that ends in {', '.join(SUFFIXES)}")
     frames = [_read(part) for part in parts]
     columns = list(frames[0].columns)
+    if len(set(labels)) < len(labels):
+        raise DataError(parts[0], f"--label names one column twice: {quoted(labels)}", "Name each once")
     for name in (*labels, *drop):
         if name not in columns:
             raise DataError(parts[0], f"it has no column {name!r}; it has {quoted(columns)}", "Name one of these")
@@ -78,7 +80,7 @@ def read_table(
     if not read:
         raise DataError(parts[0], "no column is left to predict from", "Give more columns, or fewer labels")
     inputs = [_inputs(part, frame, read) for part, frame in zip(parts, frames, strict=True)]
-    targets = [_targets(part, frame, wanted) for part, frame in zip(parts, frames, strict=True)]
+    targets = [_targets(part, frame, wanted, task) for part, frame in zip(parts, frames, strict=True)]
     found = read_labels(parts[0], targets[0], targets[-1], task, wanted)
     splits = [Split(torch.from_numpy(x), y) for x, y in zip(inputs, (found.train, found.test), strict=False)]
     data = Dataset(Path(path).stem, found.names, splits[0], splits[-1], task=found.task, columns=tuple(read))
@@ -102,7 +104,11 @@ def _read(path: Path) -> DataFrame:
             if path.suffix == ".parquet":
                 frame = pandas.read_parquet(file, engine="pyarrow")
             else:
-                frame = pandas.read_csv(file, sep="\t" if path.suffix == ".tsv" else ",", skipinitialspace=True)
+                form: Any = {"sep": "\t" if path.suffix == ".tsv" else ",", "skipinitialspace": True}
+                head = pandas.read_csv(file, **form, header=None, nrows=1, dtype=str, keep_default_na=False)
+                _check_names(path, [name.strip() for name in head.iloc[0]])  # pandas would rename the second of two
+                file.seek(0)
+                frame = pandas.read_csv(file, **form)
     except DataError:
         raise
     except ImportError as error:
@@ -112,13 +118,20 @@ def _read(path: Path) -> DataFrame:
         raise DataError(path, "there is not enough memory to read it", "Free some memory and try again") from error
     except Exception as error:  # whatever damaged files make a reader raise
         raise DataError(path, f"it is not a table that pandas reads ({str(error)[:200]})", _WRITE) from error
-    frame.columns = frame.columns.map(str)
-    twice = frame.columns[frame.columns.duplicated()]
-    if len(twice):
-        raise DataError(path, f"it has two columns {twice[0]!r}", "Give each its own name")
+    frame.columns = [str(name).strip() for name in frame.columns]
+    _check_names(path, list(frame.columns))
     if frame.empty:
         raise DataError(path, "it has no rows", _WRITE)
     return frame
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    twice = next((name for number, name in enumerate(names) if name and name in names[:number]), None)
+    if twice is not None:
+        raise DataError(path, f"it has two columns {twice!r}", "Give each its own name")
+    if len(names) == 1 and any(mark in names[0] for mark in ";,|\t"):
+        remedy = "Separate columns by commas in .csv, by tabs in .tsv"
+        raise DataError(path, f"it has one column alone, {names[0][:80]!r}", remedy)
 
 
 def _inputs(path: Path, frame: DataFrame, names: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -129,14 +142,15 @@ def _inputs(path: Path, frame: DataFrame, names: Sequence[str]) -> npt.NDArray[n
     return np.stack(columns, 1)
 
 
-def _targets(path: Path, frame: DataFrame, names: Sequence[str]) -> npt.NDArray[Any]:
+def _targets(path: Path, frame: DataFrame, names: Sequence[str], task: str | None) -> npt.NDArray[Any]:
     if len(names) > 1:
         return np.stack([_numbers(path, name, frame[name]) for name in names], 1)
     column = frame[names[0]]
     if column.isna().any():
         raise _missing(path, names[0], int(column.isna().to_numpy().argmax()))
     values = column.to_numpy()
-    return values if values.dtype.kind in "uifb" else column.astype(str).to_numpy(dtype=np.str_)
+    numbers = "uif" if task in (None, "classification") else "uifb"  # True and False are names of classes
+    return values if values.dtype.kind in numbers else column.astype(str).str.strip().to_numpy(dtype=np.str_)
 
 
 def _numbers(path: Path, name: str, column: Series) -> npt.NDArray[Any]:
@@ -164,6 +178,6 @@ def _check_finite(path: Path, name: str, values: npt.NDArray[Any]) -> None:
 def _missing(path: Path, name: str, row: int) -> DataError:
     return DataError(
         path,
-        f"column {name!r} has no value in row {row + 1}",
-        "Fill it in (its median, say), leave the row out, or leave the column out: --drop-columns",
+        f"column {name!r} has no value in row {row + 1}, or one that means none (NA, null, nan)",
+        "Fill it in (its median, say), leave the row out, or leave the column out: --drop-columns. Rename a class NA",
     )
