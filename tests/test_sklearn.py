@@ -183,3 +183,16 @@ def test_as_few_columns_as_asked_for_even_in_few_epochs(epochs: int, target: flo
 def test_one_class_is_refused() -> None:
     with pytest.raises(ValueError, match="y has one class only"):
         PrunedClassifier().fit(np.random.rand(20, 3), np.zeros(20))
+
+
+def test_whole_numbers_are_amounts_if_there_are_many() -> None:
+    """As in load_diabetes: floating-point numbers without fractions."""
+    table = np.random.default_rng(0).normal(size=(120, 3))
+    amounts = np.round(100 + 30 * table[:, 0])
+    quick = {"folds": 2, "epochs": 1, "recovery_epochs": 0, "random_state": 0}
+    asked = FeatureSelector(task="regression", **quick).fit(table, amounts)
+    for target in (amounts, amounts.astype(int)):
+        assert FeatureSelector(**quick).fit(table, target).held_out_loss_ == asked.held_out_loss_
+    classes = (table[:, 0] > 0).astype(float)
+    asked = FeatureSelector(task="classification", **quick).fit(table, classes)
+    assert FeatureSelector(**quick).fit(table, classes).held_out_loss_ == asked.held_out_loss_

@@ -38,6 +38,7 @@ _Table = npt.NDArray[np.float64]
 _LEAST_BATCH, _MOST_BATCHES = 32, 20
 _PRUNING = 0.7  # the share of the epochs in which prunes may come
 _ANYTHING = 1e9  # a tolerance
+_FEW_CLASSES = 20  # so many different whole numbers are always taken for classes
 
 
 class FeatureSelector(SelectorMixin, BaseEstimator):
@@ -50,7 +51,8 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
 
     Args:
         n_features_to_select: How many; a float: that share of them; ``"auto"``: as many as are needed.
-        task: ``"classification"``, ``"regression"``, or ``"auto"`` for what the targets look like.
+        task: ``"classification"``, ``"regression"``, or ``"auto"`` for what the targets look like: more than 20
+            different numbers are amounts, whole ones too, unless they are integers of which each stands for two rows.
         hidden_layer_sizes: Of the networks.
         step: The share of the features that goes between two trainings, one at least.
         folds: How many networks.
@@ -115,10 +117,10 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
         check_argument("recovery_epochs", again, again == 0 or _is_count(again), "0, or a number of epochs")
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         wanted = self._wanted(X.shape[1])
-        kind = type_of_target(y, input_name="y") if self.task == "auto" else self.task
+        kind = _looks_like(y) if self.task == "auto" else self.task
         with _seeded(self.random_state) as seed:
             inputs = torch.from_numpy(_Scale(X).scaled(X)).float()
-            if kind.startswith("continuous") or kind == "regression":
+            if kind == "regression":
                 targets, outputs, loss = _targets(y.astype(np.float64)), 1, _squared
                 splits = KFold(min(self.folds, len(X)), shuffle=True, random_state=seed).split(X)
             else:
@@ -507,6 +509,13 @@ def _class_folds(numbers: npt.NDArray[Any], folds: int, seed: int) -> Iterator[t
     count = min(folds, rarest if rarest >= 2 else len(numbers))
     splits: Iterator[tuple[Any, Any]] = kind(count, shuffle=True, random_state=seed).split(numbers, numbers)
     return splits
+
+
+def _looks_like(y: npt.NDArray[Any]) -> str:
+    """Numbers are amounts if they have fractions, or if there are too many different ones for classes."""
+    count = len(np.unique(y))
+    many = count > _FEW_CLASSES and (y.dtype.kind == "f" or (y.dtype.kind in "ui" and 2 * count > len(y)))
+    return "regression" if many or type_of_target(y, input_name="y").startswith("continuous") else "classification"
 
 
 def _targets(y: _Table) -> Tensor:
