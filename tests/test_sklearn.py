@@ -180,9 +180,10 @@ def test_as_few_columns_as_asked_for_even_in_few_epochs(epochs: int, target: flo
     assert regressor.support_.sum() == 5
 
 
-def test_one_class_is_refused() -> None:
+@pytest.mark.parametrize("estimator", [PrunedClassifier(), FeatureSelector()])
+def test_one_class_is_refused(estimator: PrunedClassifier | FeatureSelector) -> None:
     with pytest.raises(ValueError, match="y has one class only"):
-        PrunedClassifier().fit(np.random.rand(20, 3), np.zeros(20))
+        estimator.fit(np.random.rand(20, 3), np.zeros(20))
 
 
 def test_whole_numbers_are_amounts_if_there_are_many() -> None:

@@ -126,7 +126,9 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
             else:
                 check_classification_targets(y)
                 classes, numbers = np.unique(y, return_inverse=True)
-                targets, outputs, loss = torch.from_numpy(numbers), max(2, len(classes)), _entropy
+                if len(classes) < 2:
+                    raise ValueError(f"y has one class only, {classes[0]}: give rows of two classes or more")
+                targets, outputs, loss = torch.from_numpy(numbers), len(classes), _entropy
                 splits = _class_folds(numbers, self.folds, seed)
             folds = [
                 Fold(_network(X.shape[1], self.hidden_layer_sizes, outputs), torch.from_numpy(a), torch.from_numpy(b))

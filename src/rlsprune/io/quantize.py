@@ -21,7 +21,9 @@ __all__ = ["quantize_onnx"]
 _CARRIERS = ("Cast", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 
 
-def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], batches: Iterable[Any]) -> None:
+def quantize_onnx(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], batches: Iterable[Any], *, float_outputs: bool = False
+) -> None:
     """Writes an ONNX file with 8-bit weights and activations. Needs the extra `rlsprune[onnx]`.
 
     Weights are scaled channel by channel, activations by the range they have on the given batches. Layers that read
@@ -32,6 +34,8 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
         source: A file with one input, as `rlsprune.export_onnx` writes it.
         path: The new file.
         batches: A few hundred representative inputs, as tensors, or (inputs, labels) pairs as a data loader gives them.
+        float_outputs: Whether the layers that give the outputs stay in floating point: for numbers whose deviation is
+            small beside their mean, which 8 bits do not tell apart.
 
     Raises:
         ImportError: onnxruntime or onnx is not installed.
@@ -76,6 +80,8 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
     with tempfile.TemporaryDirectory() as folder, _quiet(), replacing(path) as temporary:
         prepared = Path(folder) / "prepared.onnx"
         preparation.quant_pre_process(os.fspath(source), str(prepared), skip_symbolic_shape=True)
+        kept = _first_layers(prepared) if _ranges_differ(feeds) else []
+        kept += _last_layers(prepared) if float_outputs else []
         tools.quantize_static(
             str(prepared),
             str(temporary),
@@ -84,7 +90,7 @@ def quantize_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
             per_channel=True,
             weight_type=tools.QuantType.QInt8,
             activation_type=tools.QuantType.QUInt8,
-            nodes_to_exclude=_first_layers(prepared) if _ranges_differ(feeds) else [],
+            nodes_to_exclude=kept,
             # Without it, x86 processors that lack VNNI saturate their 16-bit sums in silence: outputs were 13 % off.
             reduce_range=True,
         )
@@ -114,6 +120,21 @@ def _first_layers(path: Path) -> list[str]:
             carried.update(node.output)
         else:
             found.append(node.name)
+    return found
+
+
+def _last_layers(path: Path) -> list[str]:
+    """The names of the nodes that compute the network's outputs, and of those that only pick or reshape after them."""
+    onnx: Any = importlib.import_module("onnx")
+    graph = onnx.load(str(path)).graph
+    carried = {node.name for node in graph.output}
+    found = []
+    for node in reversed(graph.node):
+        if carried.isdisjoint(node.output):
+            continue
+        found.append(node.name)
+        if node.op_type in (*_CARRIERS, "Add"):  # a bias of its own
+            carried.update(node.input)
     return found
 
 

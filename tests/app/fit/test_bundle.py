@@ -145,6 +145,24 @@ def test_score_of_the_8_bit_model_is_measured(networks: Path, npz: Path, tmp_pat
     assert (out / "predict.py").is_file()
 
 
+def test_8_bits_tell_numbers_apart_that_are_far_above_their_deviation(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "def one():\n    layers = [nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)]\n"
+        "    return nn.Sequential(*layers)\n"
+    )
+    x, y = make_friedman1(600, random_state=0)
+    x, y = np.float32(x), 2010 + 3.5 * (y - y.mean()) / y.std()
+    np.savez(tmp_path / "years.npz", x_train=x[:500], y_train=y[:500], x_test=x[500:], y_test=y[500:])
+    out = tmp_path / "run"
+    arguments = ["fit", f"{tmp_path}/nets.py:one", "--data", str(tmp_path / "years.npz"), "--out", str(out), "--int8"]
+    assert main([*arguments, *QUICK, "--epochs", "6", "--no-prune"]) == 0
+    summary = RunFolder(out).read_summary()
+    assert summary["r2"] > 0.7
+    assert summary["int8_r2"] > summary["r2"] - 0.03
+    assert b"DequantizeLinear" in (out / "model-int8.onnx").read_bytes(), "the other layers are in 8 bits"
+
+
 def test_images_are_predicted_as_they_were_trained_on(networks: Path, tmp_path: Path) -> None:
     write_images(tmp_path / "photos", 12)
     out = tmp_path / "run"

@@ -99,6 +99,11 @@ def test_limit_of_a_regressor_is_in_hundredths_of_r2(
         (["--max-drop", "1", "--no-prune"], "leave out --no-prune"),
         (["--max-drop", "1", "--gate", "train"], "leave out --gate, --baseline"),
         (["--max-drop", "1", "--baseline"], "leave out --gate, --baseline"),
+        (["--max-drop", "1", "--features", "5"], "leave out --features, --tolerance, --allocate"),
+        (["--max-drop", "1", "--tolerance", "0.1"], "leave out --features, --tolerance, --allocate"),
+        (["--max-drop", "1", "--allocate"], "leave out --features, --tolerance, --allocate"),
+        (["--recovery-epochs", "1"], "--recovery-epochs are those of --max-drop"),
+        (["--features", "13"], "has only 12; give at most as many"),
     ],
 )
 def test_limits_that_are_none(

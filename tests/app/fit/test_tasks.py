@@ -250,6 +250,8 @@ def test_text_that_is_read_wrongly_if_at_all(text: str, labels: tuple[str, ...],
         ({"a": [1, 2], "c": [0, 1]}, ["--drop-columns", "a"], "no column is left to predict from"),
         ({"a": [1, 1e300], "c": [0, 1]}, [], "column 'a' is infinite or too large in row 2"),
         ({"a": [], "c": []}, [], "it has no rows"),
+        ({"a": [1, 2, 3], "c": [1, 1, 1]}, [], "all labels are 1"),
+        ({"a": [1, 2, 3], "c": ["x", "x", "x"]}, [], "all labels are x"),
     ],
 )
 def test_tables_that_do_not_fit(

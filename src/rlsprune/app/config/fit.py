@@ -144,7 +144,12 @@ def make_fit_config(
         ValueError: A value that there is not.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
-    if given.get("max_drop") is not None:
+    limited = given.get("max_drop") is not None
+    if limited and (features is not None or tolerance is not None or allocate):
+        raise ValueError("--max-drop decides what goes by the score: leave out --features, --tolerance, --allocate")
+    if not limited and given.get("recovery_epochs") is not None:
+        raise ValueError("--recovery-epochs are those of --max-drop: give both, or leave it out")
+    if limited:
         given = {"method": "shrink", **{name: value for name, value in given.items() if value is not None}}
         epochs = epochs if weights is None else 1  # of looking at it: given weights are not trained first
     gate = given.pop("gate", None) or OURS.gate

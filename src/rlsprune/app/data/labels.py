@@ -110,6 +110,11 @@ def _classes(path: Path, train: Array, test: Array) -> ReadLabels:
             raise DataError(
                 path, f"{key} holds {int(array.min())}", "Classes are numbered from 0; --task regression is for amounts"
             )
+    found = np.unique(np.concatenate([train, test]))
+    if len(found) == 1:
+        raise DataError(
+            path, f"all labels are {found[0]}", "Give examples of two classes or more, or another column as --label"
+        )
     if train.dtype.kind == "U":
         names, numbers = np.unique(np.concatenate([train, test]), return_inverse=True)
         return _numbered(tuple(map(str, names)), numbers[: len(train)], numbers[len(train) :])

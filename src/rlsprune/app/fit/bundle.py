@@ -46,7 +46,8 @@ def write_int8(recipe: Recipe, data: Dataset, folder: Path) -> dict[str, float]:
     as_read = replace(recipe, data=data)
     some = stratified_choice(data.train.labels, min(_CALIBRATION, len(data.train)), seed=0)
     batches = as_read.evaluation_batches(data.train.select(some))
-    quantize_onnx(folder / ONNX, folder / INT8, (inputs for inputs, _ in batches))
+    inputs = (inputs for inputs, _ in batches)
+    quantize_onnx(folder / ONNX, folder / INT8, inputs, float_outputs=data.task == "regression")
     scoring = Scoring(recipe.scoring.task, recipe.scoring.metrics)
     network = _Session(folder / INT8)
     found = scoring(network, as_read.evaluation_batches(data.test), recipe.loss).scores

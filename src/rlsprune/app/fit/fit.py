@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,9 @@ def load_own_data(config: FitConfig) -> Dataset:
         raise ValueError(f"--augment is for images (N, C, H, W): {path} has entries of shape {loaded.shape}")
     if config.gate == "valid" and len(loaded.train) < 2:
         raise DataError(path, "it has only one training example", "Give more")
+    features = config.pruning.features
+    if features is not None and features > math.prod(loaded.shape):
+        raise ValueError(f"--features {features}: {path} has only {math.prod(loaded.shape)}; give at most as many")
     loaded = hold_out(config, loaded)
     if len(loaded.train) % config.batch_size == 1 and len(loaded.train) > 1:
         loaded = loaded.take(len(loaded.train) - 1, seed=None)  # batch norm cannot train on a batch of one
