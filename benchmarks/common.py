@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,21 @@ except ImportError:
 CLASSES = 10
 
 
-def train_step(model: nn.Module, optimizers: Iterable[Optimizer], images: Tensor, labels: Tensor) -> None:
-    """One full training step."""
+def train_step(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    images: Tensor,
+    labels: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_squared_error,
+) -> Tensor:
+    """One full training step; the loss before it."""
     for optimizer in optimizers:
         optimizer.zero_grad()
-    mean_squared_error(model(images), labels).backward()
+    value = loss(model(images), labels)
+    value.backward()
     for optimizer in optimizers:
         optimizer.step()
+    return value.detach()
 
 
 def clock() -> float:
@@ -55,12 +64,18 @@ class Contender:
     """Three learning rates to choose from, the default among them."""
 
 
-def contenders(muon_bfloat16: bool = False) -> list[Contender]:
-    """All optimizers that are installed, the reference (SGD) first."""
+def contenders(muon_bfloat16: bool = False, rate: float = 1.0) -> list[Contender]:
+    """All optimizers that are installed, the reference (SGD) first.
+
+    Args:
+        muon_bfloat16: torch's Muon as it is.
+        rate: η of RLS.
+    """
+    rates = (0.3 * rate, rate, 3 * rate)
     found = [
         Contender("SGD momentum", _sgd, 0.1, (0.03, 0.1, 0.3)),
-        Contender("RLS", lambda model, lr: [rlsprune.RLS(model, lr=lr)], 1.0, (0.3, 1.0, 2.0)),
-        Contender("RLS, P whole", lambda model, lr: [rlsprune.RLS(model, lr=lr, rank=None)], 1.0, (0.3, 1.0, 2.0)),
+        Contender("RLS", _rls, rate, rates),
+        Contender("RLS, P whole", partial(_rls, rank=None), rate, rates),
         Contender("AdamW", lambda model, lr: [torch.optim.AdamW(model.parameters(), lr=lr)], 1e-3, (3e-4, 1e-3, 3e-3)),
     ]
     if not muon_bfloat16:
@@ -83,6 +98,11 @@ def contenders(muon_bfloat16: bool = False) -> list[Contender]:
     else:
         found.append(Contender("singd", lambda model, lr: [SINGD(model, lr=lr)], 1e-3, (1e-3, 1e-2, 0.1)))
     return found
+
+
+def _rls(model: nn.Module, lr: float, rank: int | None = 16) -> list[Optimizer]:
+    """With the rate of what is not preconditioned no higher than η."""
+    return [rlsprune.RLS(model, lr=lr, fallback_lr=min(0.1, lr), rank=rank)]
 
 
 def _sgd(model: nn.Module, lr: float) -> list[Optimizer]:

@@ -77,7 +77,7 @@ SMALL = {
     "speed.prune_cost": ("--quick", "| RLS: obs, exact P |"),
     "speed.soak_run": ("--epochs 5", "500 steps, 5 prunes"),
     "speed.scaling": ("--ranks 2 --steps 1 --width 64", "2 RLS, P whole "),
-    "quality.convergence": ("--quick --only rls,sgd --out {out}/curves", "| RLS | 1 (default) | 28 |"),
+    "quality.convergence": ("--quick --only rls,sgd --out {out}/curves", "| RLS | 1 | 1 | 28 |"),
     "quality.prune_accuracy": ("--quick", "| ours: obs, exact P "),
     "quality.settings": ("--images 200 --only knobs", "| 0.6 | "),
     "quality.soak_inverse": ("--steps 20 --epochs 1 --width 8", "True"),

@@ -11,38 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import rlsprune
 from benchmarks.common import clock
-from benchmarks.networks import mini_vgg
-from rlsprune.app.config.losses import LOSSES
-from rlsprune.app.data import Batches, Dataset, Split, load
-from rlsprune.app.models import FNN, ResNet
-
-
-@dataclass(frozen=True)
-class Case:
-    """A network, and how it is trained."""
-
-    build: Callable[[], nn.Module]
-    data: str
-    loss: str
-    batch: int
-    rate: float
-    """η of RLS by default."""
-
-
-CASES = {
-    "fnn": Case(FNN, "mnist", "mse", 128, 1.0),
-    "vgg": Case(mini_vgg, "cifar10", "mse", 64, 1.0),
-    "resnet20": Case(lambda: ResNet(20).to(memory_format=torch.channels_last), "cifar10", "cross-entropy", 64, 0.1),
-}
+from benchmarks.tasks import TASKS, Task
+from rlsprune.app.data import Dataset, load
 
 
 def optimizer_for(name: str, model: nn.Module, lr: float) -> Optimizer:
@@ -54,43 +31,28 @@ def optimizer_for(name: str, model: nn.Module, lr: float) -> Optimizer:
     return rlsprune.RLS(model, lr=lr, fallback_lr=min(0.1, lr), rank=int(name) or None)
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, split: Split, loss: Callable[[Tensor, Tensor], Tensor], flat: bool
-) -> tuple[float, float]:
-    """Accuracy in % and loss."""
-    model.eval()
-    parts = Batches(split.images, split.labels, 500, shuffle=False, flat=flat, channels_last=not flat)
-    outputs = torch.cat([model(images) for images, _ in parts])
-    model.train()
-    return 100 * (outputs.argmax(1) == split.labels).float().mean().item(), loss(outputs, split.labels).item()
-
-
-def train(case: Case, name: str, lr: float, data: Dataset, args: argparse.Namespace, seed: int) -> tuple[float, float]:
+def train(task: Task, name: str, lr: float, data: Dataset, args: argparse.Namespace, seed: int) -> tuple[float, float]:
     """Prints a line per epoch; the last accuracy and loss."""
     torch.manual_seed(seed)
-    model, loss, flat = case.build(), LOSSES[case.loss], case.data == "mnist"
+    model = task.build()
     optimizer = optimizer_for(name, model, lr)
-    train = data.train
-    batches = Batches(
-        train.images, train.labels, case.batch, seed=seed, flat=flat, channels_last=not flat, augment=args.augment
-    )
+    batches = task.batches(data.train, seed, args.augment)
     spent, result = 0.0, (0.0, 0.0)
     assert data.valid is not None
     for epoch in range(args.epochs):
         start, total = clock(), 0.0
         for images, labels in batches:
             optimizer.zero_grad()
-            value = loss(model(images), labels)
+            value = task.loss(model(images), labels)
             value.backward()
             optimizer.step()
             total += value.item() * len(images)
         spent += clock() - start
-        result = evaluate(model, data.valid, loss, flat)
-        line = f"{name} lr {lr:g} seed {seed} epoch {epoch + 1}: {spent:.0f} s, train loss {total / len(train):.4f}, "
-        print(f"{line}valid {result[0]:.2f} % {result[1]:.4f}", flush=True)
+        result = task.evaluate(model, data.valid)
+        line = f"{name} lr {lr:g} seed {seed} epoch {epoch + 1}: {spent:.0f} s, train loss "
+        print(f"{line}{total / len(data.train):.4f}, valid {result[0]:.2f} % {result[1]:.4f}", flush=True)
     if args.test:
-        result = evaluate(model, data.test, loss, flat)
+        result = task.evaluate(model, data.test)
         print(f"{name} lr {lr:g} seed {seed}: test {result[0]:.2f} % {result[1]:.4f}", flush=True)
     return result
 
@@ -98,7 +60,7 @@ def train(case: Case, name: str, lr: float, data: Dataset, args: argparse.Namesp
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", choices=CASES, default="fnn")
+    parser.add_argument("--network", choices=TASKS, default="fnn")
     parser.add_argument("--data-dir", help="where the data lie; default: RLSPRUNE_DATA")
     parser.add_argument("--ranks", default="16,0", help="comma-separated; 0: P whole; also sgd and adamw")
     parser.add_argument("--lr", help="comma-separated; default: the network's")
@@ -111,13 +73,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    case = CASES[args.network]
-    data = load(case.data, args.data_dir).hold_out(args.valid_images)
+    task = TASKS[args.network]
+    data = load(task.data, args.data_dir).hold_out(args.valid_images)
     data = data if args.train_images is None else data.take(args.train_images)
     lines = ["| rank | lr | accuracy % | loss |", "|---|---:|---|---|"]
     for name in args.ranks.split(","):
-        for lr in map(float, args.lr.split(",")) if args.lr else [case.rate]:
-            results = [train(case, name, lr, data, args, seed) for seed in map(int, args.seeds.split(","))]
+        for lr in map(float, args.lr.split(",")) if args.lr else [task.rate]:
+            results = [train(task, name, lr, data, args, seed) for seed in map(int, args.seeds.split(","))]
             cells = []
             for values, digits in zip(zip(*results, strict=True), (2, 4), strict=True):
                 spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
