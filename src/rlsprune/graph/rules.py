@@ -136,7 +136,10 @@ def _move(operation: FunctionCall, labels: Tensor) -> list[Tensor]:
     if operation.name in _VIEWS:
         return [tidy(labels.reshape(operation.shape))]
     if operation.name == "constant_pad_nd":
-        return [tidy(operation.function(labels, operation["pad"], -1))]
+        # Along dimensions in which channels do not differ, what is added belongs to each of them.
+        last, dims = labels.ndim - 1, varying(labels)
+        added = [size if last - place // 2 in dims else 0 for place, size in enumerate(operation["pad"])]
+        return [_resized(tidy(operation.function(labels, added, -1)), operation.shape)]
     args, kwargs = tree_map(_on_cpu, (operation.args[1:], operation.kwargs))
     moved = operation.function(labels, *args, **kwargs)
     return [tidy(piece) for piece in ([moved] if isinstance(moved, Tensor) else moved)]
