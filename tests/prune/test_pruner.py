@@ -734,7 +734,8 @@ def test_as_in_paper_is_algorithm_1() -> None:
     assert paper.step(0.5).removed == by_hand.step(0.5).removed
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
     whole = fnn().double()
-    assert rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole, rank=None), EXAMPLE)._gate.warmup_epochs == 30
+    by_default = rlsprune.Pruner.as_in_paper(whole, rlsprune.RLS(whole, rank=None), EXAMPLE)
+    assert by_default._state.gate.warmup_epochs == 30
     with pytest.raises(ValueError, match="the optimizer is SGD"):
         rlsprune.Pruner.as_in_paper(whole, torch.optim.SGD(whole.parameters()), EXAMPLE)
     with pytest.raises(ValueError, match=r"rank=16: RLS\(\.\.\., rank=None\)"):

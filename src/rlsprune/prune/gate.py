@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from rlsprune.model.arguments import check_argument
+
 
 class Decision(Enum):
     """What an epoch's loss calls for."""
@@ -34,6 +36,11 @@ class Gate:
     """Epochs since the last prune that did not recover."""
     recovered: bool = True
     """Whether the loss has been below the gate since the last prune."""
+
+    def __post_init__(self) -> None:
+        check_argument("warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "at least 0")
+        check_argument("patience", self.patience, self.patience is None or self.patience >= 1, "None or at least 1")
+        check_argument("tolerance", self.tolerance, 0 <= self.tolerance < math.inf, "at least 0")
 
     @property
     def level(self) -> float:

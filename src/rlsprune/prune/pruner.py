@@ -6,43 +6,28 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from rlsprune.graph import Group
 from rlsprune.io import modelfile
-from rlsprune.model.arguments import check_argument, quoted
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
-from rlsprune.model.selector import full_in_features, kept_inputs, strip_inputs
-from rlsprune.model.sharded import obstacle
+from rlsprune.model.selector import strip_inputs
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
+from rlsprune.prune.checks import check_copy, check_kinds, check_trained
 from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.gate import Decision, Gate
 from rlsprune.prune.operation import HeldOutLoss, Operation
-from rlsprune.prune.ranking import input_ranks
-from rlsprune.prune.settings import Settings
-from rlsprune.prune.snapshot import Snapshot
-from rlsprune.prune.surgery import LiveNetwork, inner
-
-AS_IN_PAPER: Mapping[str, Any] = {
-    "ratio": 0.4,
-    "warmup_epochs": 30,
-    "criterion": "rls-paper",
-    "compensate": False,
-    "inverse": "slice",
-    "statistics": "training",
-    "tolerance": 0.0,
-    "patience": None,
-}
-"""The settings of Algorithm 1."""
+from rlsprune.prune.ranking import inputs_left, ranked_inputs
+from rlsprune.prune.settings import AS_IN_PAPER, Settings
+from rlsprune.prune.state import PruningState
+from rlsprune.prune.surgery import LiveNetwork
 
 
 class Pruner:
@@ -127,13 +112,11 @@ class Pruner:
                 where they cost this loss least: each layer is cut on trial. Called once, and up to three times for
                 each layer, at every event and preview, with the model in evaluation mode and without gradients.
         """
-        _check_arguments(model, optimizer)
-        check_argument("warmup_epochs", warmup_epochs, warmup_epochs >= 0, "at least 0")
-        check_argument("tolerance", tolerance, 0 <= tolerance < math.inf, "at least 0")
-        check_argument("patience", patience, patience is None or patience >= 1, "None or at least 1")
+        check_kinds(model, optimizer)
+        gate = Gate(warmup_epochs, patience, tolerance)
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizer, self.example_inputs = optimizer, example_inputs
-        _check_trained(self.model, optimizer)
+        check_trained(self.model, optimizer)
         settings = Settings(
             optimizer,
             ratio,
@@ -147,25 +130,16 @@ class Pruner:
             dict(target) if isinstance(target, Mapping) else target or {},
         )
         self._on_prune = on_prune
-        self._gate = Gate(warmup_epochs, patience, tolerance)
-        self._recovered: list[Snapshot] | None = None
-        """Of the model and its copies, when the loss had last recovered."""
         self.held_out_loss = held_out_loss
         """Gives the loss that tells what each layer can spare, or None; it may be set at any time."""
-        self._done = False
-        self.history: list[PruneEvent] = []
-        """Every event so far, roll-backs included."""
         operation = None
         try:
             with uninterrupted():
                 self._network = LiveNetwork(model, optimizer, example_inputs, ignore)
                 operation = self._operation = Operation(self._network, example_inputs, settings)
-                self._first_inputs = {
-                    group.name: kept.tolist()
-                    for group in self.groups
-                    if group.is_input and (kept := kept_inputs(group.consumers[0].module)) is not None
-                }
-                """Of groups that had lost input features before the first event: those that were left."""
+                left = inputs_left(self.groups)
+                first_inputs = {name: kept.tolist() for name, kept in left.items() if kept is not None}
+                self._state = PruningState(gate, first_inputs)
         except BaseException:
             if operation is not None:
                 operation.close()
@@ -207,7 +181,7 @@ class Pruner:
         done = ", done" if self.done else ""
         return (
             f"Pruner({len(self.groups)} groups, {params:,} parameters ({100 * params / original:.3g} %), "
-            f"epoch {self._gate.epoch}, {made}{done})"
+            f"epoch {self._state.gate.epoch}, {made}{done})"
         )
 
     # --- what a training loop calls -----------------------------------------------------------------------------------
@@ -220,20 +194,22 @@ class Pruner:
                 each gives that of its share, and the mean counts.
         """
         loss = self._network.mean(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        state, event = self._state.copy(), None
         if not math.isfinite(loss):
-            raise ValueError(f"loss={loss} in epoch {self._gate.epoch + 1}: training has diverged. Nothing was pruned")
-        gate, event = replace(self._gate), None
-        decision = gate.step(loss)
+            epoch = state.gate.epoch + 1
+            raise ValueError(f"loss={loss} in epoch {epoch}: training has diverged. Nothing was pruned")
+        decision = state.gate.step(loss)
         with uninterrupted():
-            prunes = decision is Decision.PRUNE and not self.done
-            done = prunes and self._operation.target_reached()
-            if prunes and not done:
-                event = self._prune(gate, loss)
+            opened = decision is Decision.PRUNE and not self.done
+            state.done = self.done or (opened and self._operation.target_reached())
+            prunes = opened and not state.done
+            if prunes:
+                event = self._prune(state, loss)
             elif decision is Decision.ROLL_BACK and not self.done:
-                event = self._roll_back(gate, loss)
+                event = self._roll_back(state, loss)
             else:
-                self._commit(gate, done=done or self.done)
-        if prunes and not done and event is None:
+                self._commit(state)
+        if prunes and event is None:
             self._warn_of_nothing()
         self._tell(event)
         return event if prunes else None
@@ -244,7 +220,7 @@ class Pruner:
         Between the first call of `step` and the end of the warm-up no exact statistics are gathered: `calibrate` first.
         """
         with uninterrupted():
-            event = self._prune(replace(self._gate), None)
+            event = self._prune(self._state.copy(), None)
         if event is None:
             self._warn_of_nothing()
         self._tell(event)
@@ -253,7 +229,7 @@ class Pruner:
     def preview(self) -> PruneEvent | None:
         """Returns the event that `prune` would make, and changes nothing; ``print`` shows it as a table."""
         with uninterrupted():
-            return self._operation.run(self._gate.epoch, None, self.held_out_loss, preview=True)
+            return self._operation.run(self._state.gate.epoch, None, self.held_out_loss, preview=True)
 
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Gathers exact input statistics from given batches, when no training step has been seen yet.
@@ -265,7 +241,7 @@ class Pruner:
 
     def stop(self) -> None:
         """Ends pruning: no more events from now on. Further steps still tell whether the network has recovered."""
-        self._done = True
+        self._state.done = True
         self._restart_statistics()
 
     def finish(self) -> PruneEvent | None:
@@ -277,7 +253,7 @@ class Pruner:
             The roll-back's event, or None if the network stays as it is.
         """
         with uninterrupted():
-            event = None if self._gate.recovered else self._roll_back(replace(self._gate), None)
+            event = None if self._state.gate.recovered else self._roll_back(self._state.copy(), None)
             self.stop()
         if not self.history:
             warnings.warn(f"nothing was ever pruned: {self._why_nothing()}", stacklevel=2)
@@ -292,36 +268,28 @@ class Pruner:
                 if they were numbers.
             RuntimeError: The model has been pruned, and could be rolled back to a shape that this copy never had.
         """
-        if self._recovered is not None:
+        if self._state.recovered is not None:
             raise RuntimeError(
                 "follow() comes too late: a roll-back of the last prune could not give this copy its shape. Call it "
                 "before the first prune, or before load_state_dict"
             )
-        shapes, others = (
-            {name: tuple(p.shape) for name, p in network.named_parameters()} for network in (self.model, inner(copy))
-        )
-        if shapes != others:
-            name = next(name for name in {**shapes, **others} if shapes.get(name) != others.get(name))
-            raise ValueError(
-                f"follow() takes a copy of the model, and {name!r} has the shape {others.get(name)} in this one, "
-                f"{shapes.get(name)} in the model"
-            )
-        if isinstance(copy, AveragedModel) and copy.use_buffers and self._operation.prunes_inputs():
-            raise ValueError(
-                "AveragedModel(use_buffers=True) averages buffers that hold indices, such as those of the kept inputs: "
-                "make it with use_buffers=False, which copies buffers, or prune with input_ratio=0"
-            )
+        check_copy(copy, self.model, loses_inputs=self._operation.prunes_inputs())
         self._network.copies.append(copy)
+
+    @property
+    def history(self) -> list[PruneEvent]:
+        """Every event so far, roll-backs included."""
+        return self._state.history
 
     @property
     def done(self) -> bool:
         """Whether pruning has ended: the target is reached, patience ran out, or `stop` or `finish` was called."""
-        return self._done
+        return self._state.done
 
     @property
     def recovered(self) -> bool:
         """Whether the loss has been below the gate since the last prune."""
-        return self._gate.recovered
+        return self._state.gate.recovered
 
     @property
     def target_reached(self) -> bool:
@@ -330,7 +298,7 @@ class Pruner:
 
     def close(self) -> None:
         """Removes the pruner's hooks from the model, which stays as it is. Nothing can be pruned after that."""
-        self._done = True
+        self._state.done = True
         self._operation.close()
 
     # --- the result ---------------------------------------------------------------------------------------------------
@@ -343,7 +311,7 @@ class Pruner:
     @property
     def gate_level(self) -> float:
         """What the loss has to get below for the next prune; ∞ before the first."""
-        return self._gate.level
+        return self._state.gate.level
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -356,8 +324,8 @@ class Pruner:
 
         By name, if the network has several inputs whose features can be pruned.
         """
-        kept = {group.name: kept_inputs(group.consumers[0].module) for group in self.groups if group.is_input}
-        return kept if len(kept) > 1 else next(iter(kept.values()), None)
+        left = inputs_left(self.groups)
+        return left if len(left) > 1 else next(iter(left.values()), None)
 
     @property
     def input_ranking(self) -> Tensor | dict[str, Tensor]:
@@ -367,17 +335,7 @@ class Pruner:
 
         By name, if the network has several inputs whose features can be pruned.
         """
-        widths = {
-            group.name: full_in_features(layer)
-            for group in self.groups
-            if group.is_input and isinstance(layer := group.consumers[0].module, nn.Linear)
-        }
-        if not widths:
-            raise ValueError("the network reads no flat input features that could go: there is nothing to rank")
-        ranks = {
-            name: input_ranks(name, width, self._first_inputs.get(name, range(width)), self.history)
-            for name, width in widths.items()
-        }
+        ranks = ranked_inputs(self.groups, self._state.first_inputs, self.history)
         return ranks if len(ranks) > 1 else next(iter(ranks.values()))
 
     def strip_inputs(self) -> nn.Module:
@@ -390,14 +348,7 @@ class Pruner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model and the optimizer, as plain containers and tensors."""
-        return {
-            "gate": self._gate.state_dict(),
-            "done": self.done,
-            "history": [event.to_dict() for event in self.history],
-            "first_inputs": dict(self._first_inputs),
-            "original": dict(self._operation.budget.original),
-            "recovered": None if self._recovered is None else [kept.state_dict() for kept in self._recovered],
-        }
+        return self._state.state_dict() | {"original": dict(self._operation.budget.original)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where another pruner stopped: load the model first, then the optimizer, then the pruner.
@@ -406,67 +357,38 @@ class Pruner:
             ValueError: The state is no pruner's, or of another network, or of other copies of it. Nothing has changed
                 then.
         """
-        missing = [key for key in ("gate", "done", "history", "original", "recovered") if key not in state]
-        if missing:
-            raise ValueError(
-                f"the state of a pruner has {quoted(missing)}, too: give what Pruner.state_dict() returned"
-            )
-        history = [PruneEvent.from_dict(event) for event in state["history"]]
         with self._network.traced_again():
-            self._check_sizes(history)
-            recovered = None
-            if state["recovered"] is not None:
-                recovered = self._network.snapshots()
-                if len(recovered) != len(state["recovered"]):
-                    raise ValueError(
-                        f"the saved pruner followed {len(state['recovered']) - 1} copies of the model, this one "
-                        f"follows {len(self._network.copies)}: call follow() for the same copies before loading"
-                    )
-                for snapshot, saved in zip(recovered, state["recovered"], strict=True):
-                    snapshot.load_state_dict(saved)
-            gate, original, done = replace(self._gate), dict(state["original"]), bool(state["done"])
-            gate.load_state_dict(state["gate"])
+            loaded, original = self._state.loaded(state, self._network), dict(state["original"])
         with uninterrupted():
-            self.history, self._recovered = history, recovered
-            self._first_inputs = dict(state.get("first_inputs", {}))  # which 0.1.0 did not save
             self._operation.budget.original |= original
-            self._commit(gate, done=done)
-
-    def _check_sizes(self, history: list[PruneEvent]) -> None:
-        """Raises ValueError unless the network is that of the last event."""
-        present = self._network.sizes()
-        for name, _, size in history[-1].layers if history else ():
-            if present.get(name) != size:
-                raise ValueError(
-                    f"the saved pruner's network has {size} channels in {name!r} after its last event, this one has "
-                    f"{present.get(name)}: load the model of the same checkpoint before its pruner"
-                )
+            self._commit(loaded)
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
-    def _prune(self, gate: Gate, loss: float | None) -> PruneEvent | None:
-        """Makes an event, if any channel may go, and commits it with the gate as it is after this epoch."""
-        kept = self._network.snapshots() if gate.patience is not None and loss is not None else None
-        event = self._operation.run(gate.epoch, loss, self.held_out_loss)
+    def _prune(self, state: PruningState, loss: float | None) -> PruneEvent | None:
+        """Makes an event, if any channel may go, and commits it with the state after this epoch."""
+        kept = self._network.snapshots() if state.gate.patience is not None and loss is not None else None
+        event = self._operation.run(state.gate.epoch, loss, self.held_out_loss)
         if loss is not None:
-            gate.pruned(loss, changed=event is not None)
-            self._recovered = self._recovered if event is None else kept
+            state.gate.pruned(loss, changed=event is not None)
+            state.recovered = state.recovered if event is None else kept
         if event is not None or loss is not None:
-            self._commit(gate, event, done=self.done)
+            self._commit(state, event)
         return event
 
-    def _roll_back(self, gate: Gate, loss: float | None) -> PruneEvent | None:
+    def _roll_back(self, state: PruningState, loss: float | None) -> PruneEvent | None:
         """Undoes the prunes since the network had last recovered, if there are any, and ends pruning."""
         event = None
-        if self._recovered is not None:
-            event = self._operation.roll_back(self._recovered, gate.epoch, loss)
-            gate.recovered = True
-        self._commit(gate, event, done=True)
+        if state.recovered is not None:
+            event = self._operation.roll_back(state.recovered, state.gate.epoch, loss)
+            state.gate.recovered = True
+        state.done = True
+        self._commit(state, event)
         return event
 
-    def _commit(self, gate: Gate, event: PruneEvent | None = None, *, done: bool) -> None:
-        """Commits gate, history and statistics. Called where Ctrl-C is held back, so that all of it happens."""
-        self._gate, self._done = gate, done
+    def _commit(self, state: PruningState, event: PruneEvent | None = None) -> None:
+        """Puts a new state in place. Called where Ctrl-C is held back, so that all of it happens."""
+        self._state = state
         if event is not None:
             self.history.append(event)
             forget_compiled_code()
@@ -478,14 +400,14 @@ class Pruner:
 
     def _warn_of_nothing(self) -> None:
         warnings.warn(
-            f"nothing was pruned in epoch {self._gate.epoch}: no channel of any layer may go at ratio="
+            f"nothing was pruned in epoch {self._state.gate.epoch}: no channel of any layer may go at ratio="
             f"{self._operation.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
             "criterion",
             stacklevel=3,
         )
 
     def _why_nothing(self) -> str:
-        epochs, warmup = self._gate.epoch, self._gate.warmup_epochs
+        epochs, warmup = self._state.gate.epoch, self._state.gate.warmup_epochs
         if epochs <= warmup:
             return f"only {epochs} epochs were counted, and the first warmup_epochs={warmup} never prune"
         if self.target_reached:
@@ -494,29 +416,7 @@ class Pruner:
 
     def _restart_statistics(self) -> None:
         """Gathers statistics for the next epoch if it may end with a prune; before the first `step` any moment may."""
-        epoch = self._gate.epoch
+        epoch = self._state.gate.epoch
         self._operation.restart_sample(
-            epoch, active=not self.done and (epoch == 0 or epoch >= self._gate.warmup_epochs)
+            epoch, active=not self.done and (epoch == 0 or epoch >= self._state.gate.warmup_epochs)
         )
-
-
-def _check_arguments(model: object, optimizer: object) -> None:
-    """Raises TypeError if the arguments are in another order, or of another kind."""
-    if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
-        raise TypeError("the model comes first and the optimizer second: Pruner(model, optimizer, example_inputs)")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Pruner takes a torch.nn.Module as its model, not {type(model).__name__}")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"Pruner takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-
-
-def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises ValueError unless the optimizer trains the model as a whole."""
-    why = obstacle(model)
-    if why is not None:
-        raise ValueError(f"the model cannot be cut: {why}. Let fully_shard divide dimension 0, without other meshes")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("no parameter of the model requires a gradient: it could not recover. Unfreeze it first")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in model.parameters()):
-        raise ValueError("the optimizer has none of the model's parameters: give the one that trains this model")

@@ -1,16 +1,48 @@
-"""In which order input features went: the history of a pruner as a ranking."""
+"""Input features: which are left, and in which order the others went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlsprune.graph import Group
+from rlsprune.model.selector import full_in_features, kept_inputs
 from rlsprune.prune.event import PruneEvent
 
+__all__ = ["inputs_left", "ranked_inputs"]
 
-def input_ranks(name: str, width: int, first: Sequence[int], history: Sequence[PruneEvent]) -> Tensor:
+
+def inputs_left(groups: Iterable[Group]) -> dict[str, Tensor | None]:
+    """Name of each group of input features → the indices of those that are left, None if that is all of them."""
+    return {group.name: kept_inputs(group.consumers[0].module) for group in groups if group.is_input}
+
+
+def ranked_inputs(
+    groups: Iterable[Group], first: Mapping[str, Sequence[int]], history: Sequence[PruneEvent]
+) -> dict[str, Tensor]:
+    """Name of each group of input features → their ranks: 1 if they are left, 2 if they went last, and so on.
+
+    Args:
+        groups: All channels that can go.
+        first: Of groups that had lost features before the first event: those that were left. The others rank last.
+        history: Events, roll-backs included.
+
+    Raises:
+        ValueError: There are no flat input features.
+    """
+    widths = {
+        group.name: full_in_features(layer)
+        for group in groups
+        if group.is_input and isinstance(layer := group.consumers[0].module, nn.Linear)
+    }
+    if not widths:
+        raise ValueError("the network reads no flat input features that could go: there is nothing to rank")
+    return {name: _ranks(name, width, first.get(name, range(width)), history) for name, width in widths.items()}
+
+
+def _ranks(name: str, width: int, first: Sequence[int], history: Sequence[PruneEvent]) -> Tensor:
     """1 for the features that are left, 2 for those that went last, and so on: as ``ranking_`` of scikit-learn's RFE.
 
     Args:

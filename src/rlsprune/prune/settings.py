@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,18 @@ from rlsprune.statistics.rows import has_rows
 TARGETS = ("params", "flops", "latency", "inputs")
 INVERSES = ("schur", "slice", "reset")
 """What may happen to the optimizer's P."""
+
+AS_IN_PAPER: Mapping[str, Any] = {
+    "ratio": 0.4,
+    "warmup_epochs": 30,
+    "criterion": "rls-paper",
+    "compensate": False,
+    "inverse": "slice",
+    "statistics": "training",
+    "tolerance": 0.0,
+    "patience": None,
+}
+"""The arguments of a pruner that follows Algorithm 1."""
 
 
 @dataclass(frozen=True)
