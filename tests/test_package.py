@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^::: ([\w.]+)$", API, re.MULTILINE)
 HIDDEN = re.compile("|".join(re.findall(r'"!(\^[^"]+)"', (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))))
-INTEGRATIONS = [name for name in ("lightning", "transformers", "sklearn") if (PACKAGE / f"{name}.py").exists()]
+INTEGRATIONS = ("lightning", "transformers", "sklearn")
 
 
 def shown(address: str) -> Any:

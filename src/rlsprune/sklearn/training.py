@@ -1,0 +1,168 @@
+"""What the estimators share: scaled columns, small networks, and their training by RLS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from rlsprune.model.arguments import check_argument
+from rlsprune.model.selector import kept_inputs
+from rlsprune.optim.rls import RLS
+from rlsprune.prune.features import RowLoss
+
+__all__ = [
+    "FloatArray",
+    "Scale",
+    "check_training",
+    "class_numbers",
+    "cross_entropy",
+    "feature_count",
+    "is_count",
+    "make_network",
+    "seeded",
+    "squared_error",
+    "train_epochs",
+]
+
+FloatArray = npt.NDArray[np.float64]
+
+_LEAST_BATCH, _MOST_BATCHES = 32, 20
+
+
+class Scale:
+    """Means and standard deviations of the columns of a table; 1 for a constant one."""
+
+    def __init__(self, table: FloatArray) -> None:
+        self.mean = torch.from_numpy(table.mean(0))
+        deviation = torch.from_numpy(table.std(0))
+        constant = deviation <= 1e-9 * torch.from_numpy(np.abs(table).max(0))
+        self.deviation = torch.where(constant, 1.0, deviation)
+
+    def scaled(self, table: FloatArray) -> Tensor:
+        """The table in float32, with mean 0 and deviation 1 in every column."""
+        return torch.from_numpy((table - self.mean.numpy()) / self.deviation.numpy()).float()
+
+    @torch.no_grad()
+    def fold_into_first(self, network: nn.Sequential) -> None:
+        """Makes the first layer scale its inputs, so that the network takes columns as they are."""
+        layer = network[0]
+        assert isinstance(layer, nn.Linear)
+        kept = kept_inputs(layer)
+        columns: Any = slice(None) if kept is None else kept
+        layer.weight.div_(self.deviation[columns])
+        layer.bias.sub_(layer.weight @ self.mean[columns])
+
+    @torch.no_grad()
+    def fold_into_last(self, network: nn.Sequential) -> None:
+        """Makes the last layer undo the scaling, so that the network gives targets as they are."""
+        layer = network[-1]
+        assert isinstance(layer, nn.Linear)
+        layer.weight.mul_(self.deviation[:, None])
+        layer.bias.mul_(self.deviation).add_(self.mean)
+
+
+def make_network(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
+    """A fully-connected network with ReLU."""
+    widths = [inputs, *hidden]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+
+
+def train_epochs(
+    networks: Sequence[nn.Module],
+    optimizer: RLS,
+    rows: Sequence[tuple[Tensor, Tensor]],
+    loss: RowLoss,
+    epochs: int,
+    batch_size: int | None,
+) -> Iterator[int]:
+    """Trains networks side by side, each on its own rows, at a rate that falls to zero; yields each epoch's number."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    count = min(len(inputs) for inputs, _ in rows)
+    size = batch_size or max(_LEAST_BATCH, count // _MOST_BATCHES)
+    batches = math.ceil(count / size)
+    for epoch in range(1, epochs + 1):
+        orders = [torch.randperm(len(inputs)) for inputs, _ in rows]
+        for network in networks:
+            network.train()
+        for number in range(batches):
+            left = 1 - ((epoch - 1) * batches + number) / (epochs * batches)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * left
+            total = torch.zeros(())
+            for network, order, (inputs, targets) in zip(networks, orders, rows, strict=True):
+                batch = order[number * size : min((number + 1) * size, count)]
+                total = total + loss(network(inputs[batch]), targets[batch]).mean()
+            optimizer.zero_grad()
+            total.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        yield epoch
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each row, for classes."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each row, for numbers."""
+    return (outputs - targets).square().mean(-1)
+
+
+@contextmanager
+def seeded(random_state: int | np.random.RandomState | None) -> Iterator[int]:
+    """Seeds torch inside, puts the caller's random state back at the end, and yields the seed."""
+    seed = int(check_random_state(random_state).randint(2**31 - 1))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield seed
+
+
+def class_numbers(y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The classes, and the number of each row's class.
+
+    Raises:
+        ValueError: There are fewer than two classes.
+    """
+    check_classification_targets(y)
+    classes, numbers = np.unique(y, return_inverse=True)
+    if len(classes) < 2:
+        raise ValueError(f"y has one class only, {classes[0]}: give rows of two classes or more")
+    return classes, numbers
+
+
+def feature_count(name: str, asked: Any, columns: int, automatic: str | None) -> int | None:
+    """How many of the columns an argument asks for: a count, a share of them, or None for as many as are needed."""
+    if asked == automatic:
+        return None
+    share = isinstance(asked, float) and 0 < asked <= 1
+    free = "None" if automatic is None else f'"{automatic}"'
+    check_argument(name, asked, share or is_count(asked), f"{free}, a count, or a share in (0, 1]")
+    return max(1, round(asked * columns)) if share else min(int(asked), columns)
+
+
+def check_training(hidden: Sequence[int], epochs: int, batch_size: int | None) -> None:
+    """Refuses sizes and counts that are not positive whole numbers."""
+    sizes = isinstance(hidden, Sequence | np.ndarray) and all(map(is_count, hidden))
+    check_argument("hidden_layer_sizes", hidden, sizes, "a size for each hidden layer, (32,) say")
+    check_argument("epochs", epochs, is_count(epochs), "at least 1")
+    check_argument("batch_size", batch_size, batch_size is None or is_count(batch_size), "None or at least 1")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a positive whole number."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
