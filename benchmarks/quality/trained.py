@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlsprune.app.data import load
-from rlsprune.model.cost import count
+from rlsprune.model.counts import count
 
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 CALIBRATION, BATCH = 2048, 128

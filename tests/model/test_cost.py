@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlsprune.model.cost import Profile, count, latency, parameter_count, profile, weight_count
+from rlsprune.model.cost import Profile, profile
+from rlsprune.model.counts import count, parameter_count, weight_count
+from rlsprune.model.latency import latency
 from rlsprune.model.selector import select_inputs
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rlsprune
 from networks import SHAPES, cnn, target, trained
 from rlsprune.graph import find_groups, plan_cuts
-from rlsprune.model.cost import parameter_count
+from rlsprune.model.counts import parameter_count
 from rlsprune.prune.allocation import STEPS, Costs, Step, share_out
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.surgery import apply_cuts

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rlsprune
-from rlsprune.model.cost import count
+from rlsprune.model.counts import count
 from rlsprune.optim.layers import is_layer
 from zoo import ZOO
 

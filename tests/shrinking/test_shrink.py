@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
-from rlsprune.model.cost import count, parameter_count
+from rlsprune.model.counts import count, parameter_count
 from rlsprune.shrinking import FrontPoint
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.rebuild import Calibration

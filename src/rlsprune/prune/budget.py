@@ -9,7 +9,8 @@ from torch import nn
 
 from rlsprune.graph.layers import join
 from rlsprune.model.calls import ExampleInputs, measurable
-from rlsprune.model.cost import count, flops_per_weight, latency, parameter_count
+from rlsprune.model.counts import count, flops_per_weight, parameter_count
+from rlsprune.model.latency import latency
 
 
 class Budget:

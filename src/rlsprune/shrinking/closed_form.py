@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlsprune.graph import Cuts, find_groups, open_attention_of, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.calls import ExampleInputs, bare_copy
-from rlsprune.model.cost import latencies, ratio_quartiles
+from rlsprune.model.latency import latencies, ratio_quartiles
 from rlsprune.model.layer_times import layer_times
 from rlsprune.model.modes import evaluating
 from rlsprune.model.progress import Progress

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlsprune.model.calls import ExampleInputs
-from rlsprune.model.cost import count
+from rlsprune.model.counts import count
 from rlsprune.prune.snapshot import Snapshot
 
 __all__ = ["Front", "FrontPoint", "Score", "Shrunk"]

@@ -16,7 +16,7 @@ from rlsprune.app.baselines.group_norm import group_norms
 from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.models import FNN
 from rlsprune.graph import find_groups
-from rlsprune.model.cost import count
+from rlsprune.model.counts import count
 from rlsprune.optim.rls import RLS
 from zoo import ZOO
 

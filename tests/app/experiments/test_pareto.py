@@ -18,7 +18,7 @@ from rlsprune.app.fit.fit import load_own_data, make_own_recipe
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.scores import Scored, Scoring
 from rlsprune.io import modelfile
-from rlsprune.model.cost import parameter_count
+from rlsprune.model.counts import parameter_count
 from rlsprune.training.loop import evaluate
 
 CONFIG = make_config("digits-fnn", "none", optimizer="sgd", epochs=4, train_images=600, test_images=100, threads=1)

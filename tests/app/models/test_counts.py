@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from rlsprune.app.models import FNN, MiniVGG, ResNet
 from rlsprune.app.run.counting import count_retained, percent, total
-from rlsprune.model.cost import weight_count
+from rlsprune.model.counts import weight_count
 
 # Nodes, weights, channels.
 FNN_LAYERS = {"input": (784, 0, 784), "fc1": (1024, 802816, 1024), "fc2": (512, 524288, 512), "fc3": (10, 5120, 10)}

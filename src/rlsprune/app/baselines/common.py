@@ -16,7 +16,7 @@ from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.graph import find_groups, plan_cuts
 from rlsprune.graph.cuts import Cuts
 from rlsprune.model.calls import bare_copy
-from rlsprune.model.cost import count
+from rlsprune.model.counts import count
 from rlsprune.prune.event import LayerChange, PruneEvent
 from rlsprune.prune.refit import cut_inverses
 from rlsprune.prune.select import cut_size

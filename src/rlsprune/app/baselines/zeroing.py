@@ -12,7 +12,7 @@ from torch.nn.utils.prune import L1Unstructured
 
 from rlsprune.app.baselines.common import stays
 from rlsprune.graph.layers import join
-from rlsprune.model.cost import count
+from rlsprune.model.counts import count
 from rlsprune.prune.event import PruneEvent
 
 

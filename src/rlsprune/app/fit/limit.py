@@ -22,7 +22,7 @@ from rlsprune.app.run.recipe import Recipe
 from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io import modelfile
-from rlsprune.model.cost import count
+from rlsprune.model.counts import count
 from rlsprune.prune.event import Measures, PruneEvent
 from rlsprune.shrinking import shrink
 

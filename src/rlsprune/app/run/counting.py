@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from rlsprune.app.run.method import Retained
-from rlsprune.model.cost import weight_names
+from rlsprune.model.counts import weight_names
 from rlsprune.model.modes import evaluating
 from rlsprune.model.selector import kept_inputs
 

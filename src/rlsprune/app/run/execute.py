@@ -29,7 +29,8 @@ from rlsprune.app.run.scores import Scored
 from rlsprune.app.run.share import Share
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io.atomic import FileError
-from rlsprune.model.cost import count, latencies
+from rlsprune.model.counts import count
+from rlsprune.model.latency import latencies
 from rlsprune.model.selector import kept_features
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage

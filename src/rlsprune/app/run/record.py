@@ -17,7 +17,7 @@ from rlsprune.app.run.counting import percent, total
 from rlsprune.app.run.earlier import in_todays_words
 from rlsprune.app.run.method import Retained
 from rlsprune.app.run.scores import Scored
-from rlsprune.model.cost import ratio_quartiles
+from rlsprune.model.latency import ratio_quartiles
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.event import PruneEvent
 

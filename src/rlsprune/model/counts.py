@@ -1,0 +1,112 @@
+"""Parameters, weights and FLOPs of a model. FLOPs are counted in one run, on a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.conv import _ConvNd
+from torch.utils.flop_counter import FlopCounterMode
+
+from rlsprune.model.calls import ExampleInputs, unwrap
+from rlsprune.model.modes import inference, plain_attention
+
+__all__ = ["count", "flops_per_weight", "parameter_count", "weight_count", "weight_names"]
+
+
+def count(model: nn.Module, example_inputs: ExampleInputs) -> tuple[int, int]:
+    """Parameters and FLOPs, by one run of the model without timing. See `Profile` for what they count."""
+    return parameter_count(model), sum(_flops(model, example_inputs)["Global"].values())
+
+
+def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, int] | None:
+    """How many FLOPs each weight of a linear or convolution layer takes, by the layer's name.
+
+    The FLOPs of these layers are proportional to their weights, so this tells what the model costs when it has lost
+    some of its channels. None if other operations count too, or a layer is not a plain one.
+    """
+    counts = _flops(model, example_inputs)
+    root = type(unwrap(model)).__name__
+    rates: dict[str, int] = {}
+    total = 0
+    for name, module in unwrap(model).named_modules():
+        flops = sum(counts.get(f"{root}.{name}" if name else root, {}).values())
+        if isinstance(module, nn.Linear | _ConvNd) and flops:
+            if module._parameters.get("weight") is None:
+                return None  # it is computed from other parameters
+            rates[name] = flops // module.weight.numel()
+            total += rates[name] * module.weight.numel()
+    return rates if total == sum(counts["Global"].values()) else None
+
+
+def _flops(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, dict[Any, int]]:
+    """FLOPs by module and operation, from one run; ``"Global"`` has them all."""
+    counter = FlopCounterMode(display=False)
+    with inference(model, example_inputs) as (plain, args, kwargs), _frozen(plain), _plain_products(), counter:
+        plain(*args, **kwargs)
+    return {"Global": {}, **counter.get_flop_counts()}
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Parameters that need no gradient: torch's counter cannot follow a view of one that does through a module."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def _plain_products() -> Iterator[None]:
+    """Attention and recurrent layers by the products that they are made of, which cost the same and are counted.
+
+    The counter knows neither the fused attention of the CPU nor the LSTM of oneDNN and the recurrent layers of cuDNN.
+    """
+    with plain_attention(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        onednn = torch.backends.mkldnn.flags(enabled=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of another setting, which is set again to what it is
+            onednn.__enter__()
+        try:
+            yield
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                onednn.__exit__(None, None, None)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """The elements of all parameters; a tensor with several names counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def weight_count(model: nn.Module) -> int:
+    """The weights of linear, convolution, recurrent and embedding layers and of attention's projections, each once."""
+    weights: dict[int, int] = {}
+    for module in model.modules():
+        for name in weight_names(module):
+            weight = getattr(module, name)
+            if weight is not None:
+                owner = module._parameters.get(name)  # a parametrised weight is computed anew at each access
+                weights[id(module) if owner is None else id(owner)] = weight.numel()
+    return sum(weights.values())
+
+
+def weight_names(module: nn.Module) -> list[str]:
+    """The names of a module's own weights: matrices, kernels and tables, no biases and no scales."""
+    if isinstance(module, nn.Linear | _ConvNd | nn.Bilinear | nn.Embedding | nn.EmbeddingBag):
+        return ["weight"]
+    if isinstance(module, nn.MultiheadAttention):
+        return ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return [name for name in module._parameters if name.startswith("weight")]
+    return []
