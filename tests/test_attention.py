@@ -12,9 +12,9 @@ from torch import nn
 
 import rlsprune
 from rlsprune.graph import find_groups, open_attention_of
+from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.principal import turn_heads
-from rlsprune.shrinking.rebuild import Calibration
 from zoo import ZOO, evaluate, remove, some_units, zeroed
 
 NAMES = ["vit-heads", "swin", "bert", "llama", "hybrid", "torch-attention", "torch-cross-attention"]
@@ -72,7 +72,7 @@ def test_turned_heads_say_the_same(name: str) -> None:
     inside = [group.name for group in graph if group.level == 2]
     before = evaluate(model, x)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    found = turn_heads(model, graph.groups, [x])
+    found = turn_heads(model, graph.groups, Calibration([x], [len(x)]))
     assert set(found) <= set(inside)
     assert found or name in ("llama", "hybrid")
     torch.testing.assert_close(evaluate(model, x), before, rtol=1e-3, atol=1e-3)
@@ -92,7 +92,7 @@ def test_turned_dimensions_come_in_order() -> None:
     before = evaluate(model, x)
     graph = find_groups(model, x)
     (dims,) = (group for group in graph if group.level == 2)
-    assert turn_heads(model, graph.groups, [x]) == [dims.name]
+    assert turn_heads(model, graph.groups, Calibration([x], [len(x)])) == [dims.name]
     remove(model, graph, [(dims, torch.tensor([2, 3]))])
     assert attention.attention_head_size == 2
     torch.testing.assert_close(evaluate(model, x), before, rtol=1e-2, atol=1e-2)

@@ -33,9 +33,9 @@ from rlsprune.graph import Group, find_groups, plan_cuts
 from rlsprune.prune.criteria import l1
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
+from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 from rlsprune.shrinking.elimination import Curve
-from rlsprune.shrinking.rebuild import Calibration
 
 SHARES = (0.9, 0.8, 0.7, 0.67, 0.6, 0.5)
 CALIBRATION, TEST, BATCH, TOKENS = 768, 1000, 32, 48

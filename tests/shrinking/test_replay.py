@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.lanes import Lane
-from rlsprune.shrinking.rebuild import draw_places
+from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.replay import Replay, closing
 from zoo import ZOO
 
@@ -101,7 +101,7 @@ def test_padding_tokens_are_never_drawn() -> None:
     model = Tokens().eval()
     replay = Replay(model, find_sites(model, batch), [batch], ahead=False)
     with closing(replay):
-        (where,) = draw_places(replay.advance(1), seed=0)
+        (where,) = Calibration([batch], [2]).draw(replay.advance(1), seed=0, inputs=2)
     assert where.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import rlsprune
 from rlsprune.model.counts import count, parameter_count
 from rlsprune.shrinking import FrontPoint
+from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
-from rlsprune.shrinking.rebuild import Calibration
 from rlsprune.training.batches import GivenBatches
 from rlsprune.training.loop import evaluate
 
@@ -251,7 +251,7 @@ def test_outputs_that_are_no_class_scores_are_compared_by_their_variance() -> No
 def test_a_sample_is_spread_evenly_over_the_batches(count: int) -> None:
     everything = torch.arange(640)
     given = [(part.unsqueeze(1), part) for part in everything.split(60)]
-    sample = GivenBatches(given, torch.device("cpu"), "valid").sample(count)
+    sample = GivenBatches(given, torch.device("cpu"), "valid").sample(count).pairs
     labels = torch.cat([labels for _, labels in sample])
     assert count / 2 <= len(labels) <= count or len(labels) == 640
     assert labels.diff().unique().numel() <= 1
@@ -263,7 +263,7 @@ def test_batches_that_cannot_be_joined_are_sampled_whole() -> None:
     lengths = [(torch.rand(4, 3, length), torch.zeros(4)) for length in range(5, 25)]
     flat = [(torch.rand(4, 3), torch.zeros(12)) for _ in range(20)]
     for given in (lengths, flat):
-        sample = GivenBatches(given, torch.device("cpu"), "valid").sample(20)
+        sample = GivenBatches(given, torch.device("cpu"), "valid").sample(20).pairs
         assert [[part.shape for part in batch] for batch in sample] == [
             [part.shape for part in batch] for batch in given[::4]
         ]
@@ -271,7 +271,7 @@ def test_batches_that_cannot_be_joined_are_sampled_whole() -> None:
 
 def test_a_sample_does_not_keep_what_it_was_taken_from() -> None:
     given = [(torch.rand(64, 8), torch.zeros(64))]
-    for part in GivenBatches(given, torch.device("cpu"), "valid").sample(8)[0]:
+    for part in GivenBatches(given, torch.device("cpu"), "valid").sample(8).pairs[0]:
         assert part.untyped_storage().nbytes() == part.nbytes
 
 

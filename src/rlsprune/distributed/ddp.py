@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["rebuild"]
+from rlsprune.model.calls import wrappers
+
+__all__ = ["rebuild", "rebuild_around"]
 
 
 def rebuild(wrapper: DistributedDataParallel) -> None:
@@ -19,3 +22,10 @@ def rebuild(wrapper: DistributedDataParallel) -> None:
     wrapper._comm_hooks = []
     for hook, state in hooks:
         wrapper.register_comm_hook(state, hook)
+
+
+def rebuild_around(model: nn.Module) -> None:
+    """Rebuilds every wrapper around a model, if there is any."""
+    for wrapper in wrappers(model):
+        if isinstance(wrapper, DistributedDataParallel):
+            rebuild(wrapper)

@@ -104,7 +104,7 @@ class Product:
             taps = corner[:, None] * self.stride[axis] + steps
             index.append(taps.view(-1, *(kernel[axis] if i == axis else 1 for i in range(self.dims))))
         patches = padded[tuple(index)].movedim(-1, 1)  # the indexed dimensions come first, the channels last
-        return patches.reshape(len(where), self.groups, -1).movedim(1, 0)
+        return patches.reshape(len(where), self.groups, self.width).movedim(1, 0)
 
     def at(self, output: Tensor, where: Tensor) -> Tensor:
         """What a tensor of the output's shape holds at these places: ``(len(where), channels)``."""

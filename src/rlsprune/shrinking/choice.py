@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,9 +13,10 @@ from rlsprune.graph.sites import Site, layer_names
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import product_norms, weight_norms
+from rlsprune.shrinking.calibration import Calibration, gather_rows
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
-from rlsprune.shrinking.leastsquares import MOST_INPUTS
-from rlsprune.shrinking.rebuild import DAMPING, Calibration, affine_of, can_shift, draw_places, gather_rows
+from rlsprune.shrinking.leastsquares import MOST_INPUTS, product_in_pieces
+from rlsprune.shrinking.rebuild import DAMPING, affine_of, can_shift
 from rlsprune.shrinking.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
@@ -28,25 +28,43 @@ _ROWS_IN_ROWS = 2048  # of a layer with too many inputs for a matrix of them
 
 @dataclass
 class _Seen:
-    """What all calls that use one weight have seen."""
+    """What all calls that use one weight have seen: sums over the inputs of all ranks."""
 
-    rows: list[Tensor] = field(default_factory=list)
+    count: float = 0.0
+    """Rows."""
+    square: Tensor | None = None
+    """``XᵀX``, ``(groups, n, n)``, with a last 1 in the rows where the layer's output can be shifted. None for a layer
+    with too many inputs."""
+    total: Tensor | None = None
+    """The sum of the rows, ``(groups, n)``."""
+    rows: Tensor | None = None
+    """A few of them, ``(m, n)``, of a layer with too many inputs."""
     weights: Tensor | None = None
     """As a matrix, ``(groups, n, outputs)``, with the shift as last row where there is one."""
     scale: Tensor | None = None
     """How much the error of each output counts."""
     variance: float = 0.0
 
-    def matrix(self) -> Tensor:
-        """All rows, ``(groups, m, n)``, with a last 1 where the layer's output can be shifted."""
-        return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, dim=1)
-
     def own_share(self) -> float:
         """What the layer itself adds of the variance that errors are measured by: all of it, or part of a sum."""
-        if self.weights is None or self.scale is None:
+        if self.weights is None or self.scale is None or self.total is None:
             return 1.0
-        made = (self.matrix() @ self.weights.to(self.rows[0])) * self.scale.view(len(self.weights), 1, -1)
-        return min(1.0, float(made.float().var(1).sum()) / max(self.variance, torch.finfo(torch.float32).tiny))
+        weights = self.weights.to(self.total) * exact(self.scale).to(self.total).view(len(self.weights), 1, -1)
+        if self.square is not None:
+            squares = (weights * (self.square @ weights)).sum(1)
+        else:
+            assert self.rows is not None
+            squares = exact(self.rows @ weights[0].to(self.rows)).square().sum(0, keepdim=True)
+        sums = (self.total[:, None, :] @ weights)[:, 0]
+        return min(1.0, _variance(self.count, sums, squares) / max(self.variance, torch.finfo(torch.float32).tiny))
+
+    def autocorrelation(self) -> Tensor:
+        """``XᵀX/m``, damped."""
+        assert self.square is not None
+        result = self.square / max(self.count, 1.0)
+        diagonal = result.diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(DAMPING * max(float(diagonal.mean()), torch.finfo(torch.float32).tiny))
+        return result
 
 
 @dataclass
@@ -86,45 +104,46 @@ def find_curves(
     attended = {group.name: _output_projections(group, groups) for group in groups}
     waiting = {group.name: {_home(member, modules, names) for member in attended[group.name]} for group in groups}
     wanted = set().union(*waiting.values()) if waiting else set()
-    calls = Counter(site.layer for site in sites.values() if site.layer in wanted)
-    seen: dict[str, _Seen] = {}
-    choice = Eliminations()
-    curves = choice.curves
-    lanes = batches.lanes(sites)
-
-    def settle(done: set[str], final: bool = False) -> None:
-        for group in groups:
-            if group.name not in curves and (final or waiting[group.name] <= done):
-                readers = [_reader(member, seen.get(_home(member, modules, names))) for member in group.consumers]
-                if group.products:
-                    reading = [seen.get(_home(member, modules, names)) for member in attended[group.name]]
-                    readers.append(_score_reader(group, products.get(group.name), reading))
-                curves[group.name] = eliminate(readers, group.size)
-        needed = set().union(*(waiting[group.name] for group in groups if group.name not in curves))
-        for name in [name for name in seen if name not in needed]:
-            del seen[name]
-
     watched = {key: site for key, site in sites.items() if site.layer in wanted}
+    last = {site.layer: number for number, site in enumerate(watched.values(), 1)}
+    ready = {group.name: max((last.get(name, 0) for name in waiting[group.name]), default=0) for group in groups}
+    # Ranks take groups in turn, in the order in which their inputs are known, and work when each has one to work on.
+    rank, size = batches.reduction.rank, batches.reduction.size
+    groups.sort(key=lambda group: ready[group.name])
+    rounds = [groups[start : start + size] for start in range(0, len(groups), size)]
+    turns = [(ready[each[-1].name], each[rank]) for each in rounds if rank < len(each)]
+    seen: dict[str, _Seen] = {}
+    found = Eliminations()
+
+    def eliminated(group: Group) -> Curve:
+        readers = [_reader(member, seen.get(_home(member, modules, names))) for member in group.consumers]
+        if group.products:
+            reading = [seen.get(_home(member, modules, names)) for member in attended[group.name]]
+            readers.append(_score_reader(group, products.get(group.name), reading))
+        return eliminate(readers, group.size)
+
     replay = Replay(whole, watched, batches.calls, ahead=False)
-    done: set[str] = set()
+    lanes = batches.lanes(sites)
     with closing(replay):
         for number, key in enumerate(watched, 1):
-            stops = replay.advance(lanes[key])
+            stops = replay.advance(lanes[key].own)
             if not stops:
                 break
             site = stops[0].site
             on_layer(site.layer, number, len(watched))
             norms = [modules[name] for name in site.norms]
             after = modules[site.layer_norm] if site.layer_norm is not None else None
-            _look(seen.setdefault(site.layer, _Seen()), stops, norms, after, number)
-            calls[site.layer] -= 1
-            if not calls[site.layer]:
-                done.add(site.layer)
-                if site.shared:
-                    choice.shared[site.layer] = _autocorrelation(seen[site.layer].matrix())
-                settle(done)
-    settle(done, final=True)
-    return choice
+            _look(seen.setdefault(site.layer, _Seen()), batches, stops, norms, after, number, lanes[key].inputs)
+            if site.shared and number == last[site.layer] and seen[site.layer].square is not None:
+                found.shared[site.layer] = seen[site.layer].autocorrelation()
+            while turns and turns[0][0] <= number:
+                _, group = turns.pop(0)
+                found.curves[group.name] = eliminated(group)
+            needed = set().union(*(waiting[group.name] for _, group in turns))
+            seen = {name: own for name, own in seen.items() if name in needed or last[name] > number}
+    found.curves |= {group.name: eliminated(group) for _, group in turns}
+    found.curves = {name: curve for own in batches.reduction.gather(found.curves) for name, curve in own.items()}
+    return found
 
 
 def _home(member: Member, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> str:
@@ -133,22 +152,60 @@ def _home(member: Member, modules: Mapping[str, nn.Module], names: Mapping[int, 
 
 
 def _look(
-    seen: _Seen, stops: Sequence[Stop], norms: Sequence[nn.Module], layer_norm: nn.Module | None, seed: int
+    seen: _Seen,
+    batches: Calibration,
+    stops: Sequence[Stop],
+    norms: Sequence[nn.Module],
+    layer_norm: nn.Module | None,
+    seed: int,
+    inputs: int,
 ) -> None:
-    places = draw_places(stops, seed)
-    pairs = list(zip(stops, places, strict=True))
-    seen.rows.append(gather_rows(stops, places, can_shift(stops[0].product, norms)))
-    results = torch.cat([stop.product.at(stop.result, where) for stop, where in pairs if stop.result is not None])
-    scale, _ = affine_of(norms, results)
-    if not stops[0].site.sums:
-        results = results * scale
+    """Adds what one call of a layer sees on all inputs."""
+    product = stops[0].product
+    shifted = can_shift(product, norms)
+    width = product.width + shifted
+    wide = width > MOST_INPUTS and product.groups == 1
+    scale, _ = affine_of(norms, product.matrix[:, 0].numel(), product.inputs)
+    zero = exact(product.inputs.new_zeros(()))
+    count, sums = zero.clone(), zero.new_zeros(3, len(scale))  # of results, of their squares, and of 1/σ² of the rows
+    square, total = zero.new_zeros(product.groups, width, 0 if wide else width), zero.new_zeros(product.groups, width)
+    rows = []
+    for stop, where in zip(stops, batches.draw(stops, seed, inputs, _ROWS_IN_ROWS if wide else None), strict=True):
+        own = gather_rows([stop], [where], shifted)
+        if wide:
+            rows.append(own)
+        else:
+            square += product_in_pieces(own, own, [len(where)])
+        total += exact(own.sum(1))
+        assert stop.result is not None
+        results = stop.product.at(stop.result, where)
+        if not stop.site.sums:
+            results = results * scale
+        if isinstance(layer_norm, nn.LayerNorm):
+            variances = results.float().var(1, correction=0) + layer_norm.eps
+            sums[2] += exact(variances.reciprocal()).sum()
+            results = layer_norm(results)
+        sums[0] += exact(results).sum(0)
+        sums[1] += exact(results).square().sum(0)
+        count += len(where)
+    square, total, sums, count = batches.reduction.sums(square, total, sums, count)
     if isinstance(layer_norm, nn.LayerNorm):
         # What errors are after it: some channels of a transformer are a hundred times as large as others before it.
-        variances = results.float().var(1, correction=0) + layer_norm.eps
-        scale = scale * layer_norm.weight.detach().abs().to(scale) * variances.reciprocal().mean().sqrt().to(scale)
-        results = layer_norm(results)
-    seen.scale, seen.weights = scale, _with_bias(stops[0].product, seen.rows[0].shape[2])
-    seen.variance += float(results.float().var(0).sum()) if len(results) > 1 else 0.0
+        scale = scale * layer_norm.weight.detach().abs().to(scale) * (sums[2, 0] / count.clamp_min(1)).sqrt().to(scale)
+    if wide:
+        drawn = batches.reduction.rows(torch.cat(rows, dim=1))[0]
+        seen.rows = drawn if seen.rows is None else torch.cat([seen.rows, drawn])
+    else:
+        seen.square = square if seen.square is None else seen.square + square
+    seen.total = total if seen.total is None else seen.total + total
+    seen.count += float(count)
+    seen.scale, seen.weights = scale, _with_bias(product, width)
+    seen.variance += _variance(float(count), sums[0], sums[1])
+
+
+def _variance(count: float, sums: Tensor, squares: Tensor) -> float:
+    """The variances of channels, added up, from the sums of their values and of the squares of these."""
+    return float((squares - sums.square() / max(count, 1.0)).clamp_min(0).sum()) / max(count - 1, 1.0)
 
 
 def _output_projections(group: Group, groups: Sequence[Group]) -> Sequence[Member]:
@@ -180,14 +237,13 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader:
     if seen is None or seen.scale is None or seen.weights is None:
         norms = weight_norms(member, 2)
         return FixedScores(norms / norms.sum().clamp_min(torch.finfo(torch.float64).tiny))
-    rows = seen.matrix()
-    groups, count, width = rows.shape
+    groups = len(seen.weights)
     counts = exact(seen.scale).view(groups, 1, -1) / max(seen.variance, torch.finfo(torch.float32).tiny) ** 0.5
     matrix, index = seen.weights, input_rows(member.module, member.index)
-    if width > MOST_INPUTS and groups == 1:
-        part = rows[0, :: max(1, count // _ROWS_IN_ROWS)]
-        return ReaderInRows(from_rows(part, DAMPING), (matrix * counts)[0], index[0])
-    return Reader(_autocorrelation(rows), matrix * counts, index)
+    if seen.square is None:
+        assert seen.rows is not None
+        return ReaderInRows(from_rows(seen.rows, DAMPING), (matrix * counts)[0], index[0])
+    return Reader(seen.autocorrelation(), matrix * counts, index)
 
 
 def _with_bias(product: Product, width: int) -> Tensor:
@@ -198,11 +254,3 @@ def _with_bias(product: Product, width: int) -> Tensor:
     if product.bias is not None:
         last = exact(product.bias.detach()).view_as(last)
     return torch.cat([matrix, last], dim=1)
-
-
-def _autocorrelation(rows: Tensor) -> Tensor:
-    """``XᵀX/m``, damped."""
-    result = exact(rows.mT @ rows) / rows.shape[1]
-    mean_square = max(float(rows.square().mean()), torch.finfo(torch.float32).tiny)
-    result.diagonal(dim1=-2, dim2=-1).add_(DAMPING * mean_square)
-    return result

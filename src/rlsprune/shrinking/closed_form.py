@@ -21,10 +21,11 @@ from rlsprune.prune.budget import Budget
 from rlsprune.prune.refit import refit_layer
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
+from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.choice import find_curves
 from rlsprune.shrinking.norms import make_consistent
 from rlsprune.shrinking.principal import product_moments, turn_heads
-from rlsprune.shrinking.rebuild import Calibration, rebuild
+from rlsprune.shrinking.rebuild import rebuild
 from rlsprune.shrinking.widths import choose_widths
 from rlsprune.statistics.inverse import Autocorrelation
 from rlsprune.statistics.rows import has_rows, input_rows, weight_matrix
@@ -96,12 +97,13 @@ class ClosedForm:
         if not self.graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.graph.skipped.items())
             raise NothingToPruneError(f"the model has nothing to prune. {reasons}")
+        batches.reduction.agree("the channels that can go", [(group.name, group.size) for group in self.graph])
         open_attention_of(self.graph)
         report("turning heads", 0, None)
         with evaluating(model):
             if turn:
-                turn_heads(model, self.graph.groups, batches.calls)
-            products = product_moments(model, [group for group in self.graph if group.products], batches.calls)
+                turn_heads(model, self.graph.groups, batches)
+            products = product_moments(model, [group for group in self.graph if group.products], batches)
         self._whole = bare_copy(model).eval()
         self._budget = Budget(model, example_inputs, {})
         self._start = Snapshot(model, copy=True)
@@ -111,7 +113,9 @@ class ClosedForm:
         self._costs = {what: Costs(own, self.whole_groups) for what, own in tensors.items()}
         """What is counted; latency is added when it is asked for."""
         with evaluating(self._whole):
-            self.sites = find_sites(self._whole, batches.calls[0])
+            sites = find_sites(self._whole, batches.calls[0])
+            batches.reduction.agree("the layers that the network calls", list(sites))
+            self.sites = batches.reduction.by_first(lambda: sites)
             """The calls of its layers."""
             choice = find_curves(
                 self._whole,
@@ -138,14 +142,21 @@ class ClosedForm:
             target: ``{"params": 0.3}``, ``{"flops": 0.5}`` or ``{"latency": 0.5}``: shares of the whole network; 0
                 for as small as can be.
         """
-        plans = [self._plan_one(what, share) for what, share in target.items()]
-        return min(plans, key=lambda plan: (plan.missed is not None, plan.error))
+
+        def least() -> CutPlan:
+            plans = [self._plan_one(what, share) for what, share in target.items()]
+            return min(plans, key=lambda plan: (plan.missed is not None, plan.error))
+
+        return self._batches.reduction.by_first(least)
 
     def plan_share(self, what: str, share: float) -> CutPlan:
         """The least harmful cut to a share of a resource, as it is reckoned from the weights.
 
         FLOPs and the time of a layer are taken to be proportional to its weights.
         """
+        return self._batches.reduction.by_first(lambda: self._plan_share(what, share))
+
+    def _plan_share(self, what: str, share: float) -> CutPlan:
         if what == "latency" and what not in self._costs:
             self._costs[what] = Costs(self._times(), self.whole_groups)
         costs = self._costs["params" if what == "flops" and not self._budget.proportional else what]
@@ -170,7 +181,7 @@ class ClosedForm:
                 on_layer=lambda name, done, total: self._report(f"refitting: {name}", done, total),
             )
         self._report("batch norms", 0, None)
-        make_consistent(self._model, self._batches.calls)
+        make_consistent(self._model, self._batches.calls, self._batches.reduction)
 
     def restore(self) -> None:
         """The network as it was given."""
@@ -184,7 +195,7 @@ class ClosedForm:
 
     def _plan_one(self, what: str, share: float) -> CutPlan:
         counted = what == "params" or (what == "flops" and self._budget.proportional)
-        plan = self.plan_share(what, share)
+        plan = self._plan_share(what, share)
         if counted or not share:
             return plan
         aim, enough = share, None
@@ -195,10 +206,10 @@ class ClosedForm:
             else:
                 high = aim
             aim = (low + high) / 2
-            plan = self.plan_share(what, aim)
+            plan = self._plan_share(what, aim)
         if enough is not None:
             return enough
-        smallest = self.plan_share(what, 0.0)
+        smallest = self._plan_share(what, 0.0)
         left = self._measured(smallest)
         if left <= share:
             return smallest._replace(missed=None)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import exact
+from rlsprune.shrinking.calibration import Reduction
 from rlsprune.statistics.inverse import cholesky_positive
 
-__all__ = ["LeastSquares", "clipped_fit"]
+__all__ = ["LeastSquares", "clipped_fit", "in_rows", "product_in_pieces"]
 
 MOST_INPUTS = 4608
 """With more inputs than this, or more inputs than rows, the problem is solved in the space of its rows."""
+
+
+def product_in_pieces(rows: Tensor, values: Tensor, pieces: list[int]) -> Tensor:
+    """``XᵀY``, ``(groups, n, outputs)``: each piece in its own precision, their sum in float64."""
+    total = exact(rows.new_zeros(rows.shape[0], rows.shape[2], values.shape[2]))
+    for own, value in zip(torch.split(rows, pieces, 1), torch.split(values, pieces, 1), strict=True):
+        total += exact(own.mT @ value)
+    return total
+
+
+def in_rows(inputs: int, rows: int) -> bool:
+    """Whether a problem of so many inputs and rows is solved in the space of its rows."""
+    return inputs > min(rows, MOST_INPUTS)
 
 
 class LeastSquares:
@@ -22,35 +37,55 @@ class LeastSquares:
     Minimises ``‖XW − Y‖²/m + δ‖W − W₀‖²``, in closed form: ``W₀ + (XᵀX/m + δI)⁻¹Xᵀ(Y − XW₀)/m``.
 
     Args:
-        rows: X, ``(groups, m, n)``.
+        rows: X, ``(groups, m, n)``, or this rank's rows of it.
         start: W₀, ``(groups, n, outputs)``.
         damping: δ as a share of the mean of the diagonal of XᵀX/m.
+        pieces: Numbers of rows that are summed in their own precision before they are added up in float64: sums of the
+            same pieces are the same, on however many ranks. None for all at once.
+        count: m, where other ranks have rows too.
+        reduction: The ranks. In the space of rows, `rows` are those of all of them.
     """
 
-    def __init__(self, rows: Tensor, start: Tensor, damping: float) -> None:
-        self.rows, self.start = rows, start
-        m = max(rows.shape[1], 1)
-        self._in_rows = rows.shape[2] > min(m, MOST_INPUTS)
-        mean_square = rows.square().mean((1, 2), dtype=torch.float64 if rows.device.type != "mps" else None)
-        self._delta = exact(damping * mean_square).clamp_min(torch.finfo(torch.float32).tiny)
+    def __init__(
+        self,
+        rows: Tensor,
+        start: Tensor,
+        damping: float,
+        *,
+        pieces: Sequence[int] | None = None,
+        count: int | None = None,
+        reduction: Reduction | None = None,
+    ) -> None:
+        self.rows, self.start, self._damping = rows, start, damping
+        self._pieces = [rows.shape[1]] if pieces is None else list(pieces)
+        self._count = max(rows.shape[1] if count is None else count, 1)
+        self._in_rows = in_rows(rows.shape[2], self._count)
+        self._reduction = reduction or Reduction()
 
     @cached_property
     def _factor(self) -> Tensor:
-        m = max(self.rows.shape[1], 1)
-        square = self.rows @ self.rows.mT if self._in_rows else self.rows.mT @ self.rows
-        square = exact(square).div_(m)
-        square.diagonal(dim1=-2, dim2=-1).add_(self._delta[:, None])
+        if self._in_rows:
+            square = exact(self.rows @ self.rows.mT)
+        else:
+            (square,) = self._reduction.sums(product_in_pieces(self.rows, self.rows, self._pieces))
+        square.div_(self._count)
+        diagonal = square.diagonal(dim1=-2, dim2=-1)
+        mean_square = diagonal.sum(1) / self.rows.shape[2]  # in either space the same
+        delta = (self._damping * mean_square).clamp_min(torch.finfo(torch.float32).tiny)
+        diagonal.add_(delta[:, None])
         return cholesky_positive(square)
 
     def __call__(self, targets: Tensor) -> Tensor:
         """W for targets Y, ``(groups, m, outputs)``, in float64."""
         residual = targets - self.predicted(self.start)
-        m = max(self.rows.shape[1], 1)
         if self._in_rows:
-            step = torch.cholesky_solve(exact(residual) / m, self._factor)
+            step = self._reduction.columns(self._solved, exact(residual) / self._count)
             return self.start + exact(self.rows.mT @ step.to(self.rows)).to(self.start.device)
-        right = exact(self.rows.mT @ residual) / m
-        return self.start + torch.cholesky_solve(right, self._factor).to(self.start.device)
+        (right,) = self._reduction.sums(product_in_pieces(self.rows, residual, self._pieces))
+        return self.start + self._reduction.columns(self._solved, right / self._count).to(self.start.device)
+
+    def _solved(self, right: Tensor) -> Tensor:
+        return torch.cholesky_solve(right, self._factor)
 
     def predicted(self, weights: Tensor) -> Tensor:
         """X W."""

@@ -13,11 +13,14 @@ from rlsprune.graph.observe import hooked
 from rlsprune.model.calls import ExampleInputs, as_call
 from rlsprune.model.modes import evaluating
 from rlsprune.model.tensors import replace_data
+from rlsprune.shrinking.calibration import Reduction
 
 __all__ = ["make_consistent"]
 
 
-def make_consistent(model: nn.Module, batches: Iterable[ExampleInputs]) -> list[str]:
+def make_consistent(
+    model: nn.Module, batches: Iterable[ExampleInputs], reduction: Reduction | None = None
+) -> list[str]:
     """Gives every batch norm the statistics of what it reads now, and changes its scale and shift to make up for it.
 
     A refit changes what a batch norm reads. Evaluation mode does not see that, training mode does. Afterwards the
@@ -26,6 +29,7 @@ def make_consistent(model: nn.Module, batches: Iterable[ExampleInputs]) -> list[
     Args:
         model: The network.
         batches: What it is called with.
+        reduction: The ranks, where each has other batches.
 
     Returns:
         Names of the batch norms that were left alone: they have no scale and shift of their own, or no running
@@ -47,9 +51,13 @@ def make_consistent(model: nn.Module, batches: Iterable[ExampleInputs]) -> list[
         for batch in batches:
             args, kwargs = as_call(batch)
             model(*args, **kwargs)
-    for norm in usable:
-        if moments[norm].count > 1:
-            _restate(norm, moments[norm])
+    everyone = (reduction or Reduction()).gather([moments[norm].state() for norm in usable])
+    for norm, *states in zip(usable, *everyone, strict=True):
+        together = _Moments()
+        for state in states:
+            together.merge(*state)
+        if together.count > 1:
+            _restate(norm, together)
     return [name for norm, name in norms.items() if norm not in moments]
 
 
@@ -64,8 +72,18 @@ class _Moments:
     def add(self, values: Tensor) -> None:
         rows = values.detach().transpose(0, 1).flatten(1) if values.dim() > 2 else values.detach().mT
         wide = rows.to(torch.float64 if rows.device.type != "mps" else torch.float32)
-        count, mean = wide.shape[1], wide.mean(1)
-        squares = (wide - mean[:, None]).square().sum(1)
+        mean = wide.mean(1)
+        self.merge(wide.shape[1], mean, (wide - mean[:, None]).square().sum(1))
+
+    def state(self) -> tuple[int, Tensor | None, Tensor | None]:
+        """What `merge` takes, on the CPU."""
+        mean, squares = (None if own is None else own.cpu() for own in (self.mean, self.squares))
+        return self.count, mean, squares
+
+    def merge(self, count: int, mean: Tensor | None, squares: Tensor | None) -> None:
+        """Adds the values that others are the moments of."""
+        if mean is None or squares is None:
+            return
         if self.mean is None or self.squares is None:
             self.count, self.mean, self.squares = count, mean, squares
             return
@@ -81,13 +99,14 @@ def _restate(norm: _BatchNorm, moments: _Moments) -> None:
     assert norm.running_var is not None
     assert moments.mean is not None
     assert moments.squares is not None
-    before = (norm.running_var.to(moments.mean) + norm.eps).sqrt()
+    mean, squares = (own.to(norm.running_var.device) for own in (moments.mean, moments.squares))
+    before = (norm.running_var.to(mean) + norm.eps).sqrt()
     # Training mode divides by the biased variance, and running statistics hold the unbiased one.
-    variance = moments.squares / moments.count
+    variance = squares / moments.count
     after = (variance + norm.eps).sqrt()
     scale = norm.weight.to(before) / before
-    shift = norm.bias.to(before) + scale * (moments.mean - norm.running_mean.to(before))
+    shift = norm.bias.to(before) + scale * (mean - norm.running_mean.to(before))
     replace_data(norm.weight, (scale * after).to(norm.weight))
     replace_data(norm.bias, shift.to(norm.bias))
-    norm.running_mean.copy_(moments.mean)
+    norm.running_mean.copy_(mean)
     norm.running_var.copy_(variance)

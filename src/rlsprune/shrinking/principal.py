@@ -8,7 +8,7 @@ cut off is as little as any projection to so many dimensions could lose.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlsprune.graph.layers import axis_of
 from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
 from rlsprune.model.product import product_of
 from rlsprune.model.tensors import exact, replace_data
+from rlsprune.shrinking.calibration import Calibration, Reduction
 
 __all__ = ["Moments", "head_moments", "product_moments", "turn_heads"]
 
@@ -88,7 +89,7 @@ class _MomentsWatch(TorchFunctionMode):
         return result
 
 
-def head_moments(model: nn.Module, members: Sequence[Member], calls: Iterable[ExampleInputs]) -> list[Moments]:
+def head_moments(model: nn.Module, members: Sequence[Member], batches: Calibration) -> list[Moments]:
     """Moments of the given channels, ``(heads × width)`` of each member, over inputs of the network."""
     wanted: dict[int, list[_Wanted]] = {}
     found = []
@@ -97,16 +98,27 @@ def head_moments(model: nn.Module, members: Sequence[Member], calls: Iterable[Ex
         found.append(_Wanted(member.index - start, member.side == "out"))
         if weight is not None:
             wanted.setdefault(id(weight), []).append(found[-1])
-    for call in calls:
+    for call in batches.calls:
         mask = call.get("attention_mask") if isinstance(call, Mapping) else None
         args, kwargs = as_call(call)
         with torch.no_grad(), _MomentsWatch(wanted, mask if isinstance(mask, Tensor) else None):
             model(*args, **kwargs)
-    return [one.moments for one in found]
+    return _summed([one.moments for one in found], batches.reduction)
+
+
+def _summed(moments: Sequence[Moments], reduction: Reduction) -> list[Moments]:
+    """Those of all ranks, in one message."""
+    known = [own for own in moments if own.square is not None and own.total is not None]
+    parts = [part for own in known for part in (own.square, own.total, torch.tensor(float(own.count)))]
+    sums = reduction.sums(*(part for part in parts if part is not None)) if known else []
+    for number, own in enumerate(known):
+        own.square, own.total, count = sums[3 * number : 3 * number + 3]
+        own.count = int(count)
+    return list(moments)
 
 
 def product_moments(
-    model: nn.Module, groups: Sequence[Group], calls: Sequence[ExampleInputs]
+    model: nn.Module, groups: Sequence[Group], batches: Calibration
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Name of a group of dimensions → second moments of its queries, and covariances of its keys, of each head.
 
@@ -114,7 +126,7 @@ def product_moments(
     """
     members = [member for group in groups for pair in group.products for member in pair]
     by_head = [_replaced(member, member.index.T) for member in members]
-    moments = head_moments(model, by_head, calls)
+    moments = head_moments(model, by_head, batches)
     found = {}
     for number, group in enumerate(own for own in groups for _ in own.products):
         queries, keys = moments[2 * number].second(centred=False), moments[2 * number + 1].second(centred=True)
@@ -124,13 +136,13 @@ def product_moments(
 
 
 @torch.no_grad()
-def turn_heads(model: nn.Module, groups: Sequence[Group], calls: Sequence[ExampleInputs]) -> list[str]:
+def turn_heads(model: nn.Module, groups: Sequence[Group], batches: Calibration) -> list[str]:
     """Turns every head whose dimensions can go; one whose outputs would change is left as it is.
 
     Args:
         model: In evaluation mode.
         groups: Of the network.
-        calls: Inputs to find the axes on.
+        batches: Inputs to find the axes on.
 
     Returns:
         Names of the groups whose dimensions are principal axes now.
@@ -138,13 +150,14 @@ def turn_heads(model: nn.Module, groups: Sequence[Group], calls: Sequence[Exampl
     inside = [group for group in groups if group.level == 2 and group.attention is not None]
     if not inside:
         return []
-    before = _outputs(model, calls[0])
-    known = product_moments(model, [group for group in inside if group.products], calls)
+    reduction, first = batches.reduction, batches.calls[0]
+    before = _outputs(model, first)
+    known = product_moments(model, [group for group in inside if group.products], batches)
     readers = [member for group in inside for member in group.consumers[:1]]
     read = dict(
         zip(
             [id(member) for member in readers],
-            head_moments(model, [_replaced(m, m.index.T) for m in readers], calls),
+            head_moments(model, [_replaced(m, m.index.T) for m in readers], batches),
             strict=True,
         )
     )
@@ -159,7 +172,9 @@ def turn_heads(model: nn.Module, groups: Sequence[Group], calls: Sequence[Exampl
             done = True
         if len(group.consumers) == 1 and (own := read[id(group.consumers[0])].second(centred=True)) is not None:
             done = _turn_values(group, own) or done
-        if done and not _alike(before, _outputs(model, calls[0])):
+        if done:
+            reduction.align([tensor.data for tensor, _ in saved.values()])  # an axis has no sign of its own
+        if done and not all(reduction.gather(_alike(before, _outputs(model, first)))):
             for tensor, data in saved.values():
                 replace_data(tensor, data)
             done = False

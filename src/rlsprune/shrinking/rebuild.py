@@ -11,75 +11,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph.sites import Site
-from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact, memory_format, replace_data
-from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit
+from rlsprune.shrinking.calibration import Calibration, Reduction, gather_rows
+from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit, in_rows
 from rlsprune.shrinking.replay import Replay, Stop, closing
 
-__all__ = ["Calibration", "affine_of", "can_shift", "draw_places", "gather_rows", "rebuild"]
+__all__ = ["affine_of", "can_shift", "rebuild"]
 
 DAMPING = 1e-3
-_HELD_BACK = 5  # the last fifth of the rows, of other inputs, tells whether a solution is better
 _CLIP_ROUNDS = 5
-# Rows of a layer: so many times its inputs or the second number, whichever is more, while they stay below so many
-# entries in all.
-_ROWS_PER_INPUT, _LEAST_ROWS, _MOST_ENTRIES = 8, 16384, 2**25
-# Bytes that the activations of one network may take while all its forwards wait at a layer.
-_LIVE_BYTES = 2**27
 _LEAST_SCALE = 0.05  # of the median: a sum cannot be made up for through a smaller scale
 _SAME = 1e-6  # of the targets' norm: an output this close has not drifted
-
-
-class Calibration(NamedTuple):
-    """Inputs to calibrate on, in pieces that a network can take."""
-
-    calls: Sequence[ExampleInputs]
-    sizes: Sequence[int]
-    """Inputs in each."""
-
-    def lanes(self, sites: Mapping[tuple[str, int], Site]) -> dict[tuple[str, int], int]:
-        """How many of the pieces can wait at each site together; never fewer at a later site."""
-        result: dict[tuple[str, int], int] = {}
-        lanes = len(self.calls)
-        for key, site in reversed(list(sites.items())):
-            taken = 3 * 4 * site.size * max(self.sizes)
-            lanes = max(1, min(lanes, _LIVE_BYTES // max(taken, 1)))
-            result[key] = lanes
-        return result
-
-
-def draw_places(stops: Sequence[Stop], seed: int) -> list[Tensor]:
-    """Rows of a layer to work with, the same share of each piece's; the same again for the same seed."""
-    product = stops[0].product
-    counted = [stop.places() for stop in stops]
-    sizes = [stop.product.places if own is None else len(own) for stop, own in zip(stops, counted, strict=True)]
-    width = product.width + 1
-    most = _MOST_ENTRIES // (width * product.groups)
-    wanted = min(max(_ROWS_PER_INPUT * width, min(_LEAST_ROWS, most)), max(most, 64))
-    generator = torch.Generator().manual_seed(seed)
-    drawn = []
-    for own, size in zip(counted, sizes, strict=True):
-        share = math.ceil(wanted * size / max(sum(sizes), 1))
-        where = torch.arange(size)
-        if share < size:
-            where = torch.unique(torch.randint(size, (share,), generator=generator))
-        drawn.append(where if own is None else own[where])
-    return drawn
-
-
-def gather_rows(stops: Sequence[Stop], places: Sequence[Tensor], shifted: bool) -> Tensor:
-    """The drawn rows of a layer's inputs, ``(groups, m, n)``; with a last 1 for a shift of its outputs, if wanted."""
-    first = stops[0].product
-    counts = [len(where) for where in places]
-    dtype = torch.promote_types(first.inputs.dtype, torch.float32)
-    # One tensor from the start: a copy of it would be the largest there is.
-    rows = torch.ones(first.groups, sum(counts), first.width + shifted, dtype=dtype, device=first.inputs.device)
-    start = 0
-    for stop, where, count in zip(stops, places, counts, strict=True):
-        rows[:, start : start + count, : first.width] = stop.product.rows(where)
-        start += count
-    return rows
 
 
 def can_shift(product: Product, norms: Sequence[nn.Module]) -> bool:
@@ -128,7 +71,7 @@ def rebuild(
         while number < len(order):
             # A forward that stops at a sum stops later than its layer is called: as many lanes as the earlier allows.
             active = lanes[order[number]]
-            targets, inputs = theirs.advance(active), ours.advance(active)
+            targets, inputs = theirs.advance(active.own), ours.advance(active.own)
             if not targets:
                 break
             number += 1
@@ -136,61 +79,149 @@ def rebuild(
             layer = modules[site.layer]
             norms = [modules[name] for name in site.norms]
             on_layer(site.layer, number, len(fitted))
-            if _refit(layer, norms, site, targets, inputs, kept.get(site.layer), damping, number):
+            places = batches.draw(inputs, number, active.inputs)
+            problem = _Problem(batches, norms, site, targets, inputs, kept.get(site.layer))
+            if problem.refit(layer, places, damping):
                 refitted.append(site.layer)
         ours.advance(len(inputs))
         theirs.advance(len(inputs))
     return refitted
 
 
-def _refit(
-    layer: nn.Module,
-    norms: Sequence[nn.Module],
-    site: Site,
-    targets: Sequence[Stop],
-    inputs: Sequence[Stop],
-    kept: Tensor | None,
-    damping: float,
-    seed: int,
-) -> bool:
-    """Gives one layer new weights, if they are better."""
-    places = draw_places(inputs, seed)
-    pairs = list(zip(inputs, places, strict=True))
-    product = inputs[0].product
-    if not any(len(where) for where in places) or not product.inputs.is_floating_point():
-        return False
-    rows = gather_rows(inputs, places, can_shift(product, norms))
+class _Rows(NamedTuple):
+    """Some rows of a layer's inputs and what it should make of them, by groups: ``(groups, m, …)``."""
 
-    def of_whole(tensors: Sequence[Tensor | None]) -> Tensor:
-        parts = zip(targets, tensors, places, strict=True)
+    inputs: Tensor
+    """With a last 1 where the output can be shifted."""
+    targets: Tensor
+    low: Tensor | None
+    """What the outputs are clipped to from below; None for nothing."""
+    high: Tensor | None
+    pieces: list[int]
+    """How many rows are of each piece of the inputs."""
+
+    def clipped(self, outputs: Tensor) -> Tensor:
+        return outputs if self.low is None or self.high is None else outputs.clamp(self.low, self.high)
+
+    def errors(self, weight: Tensor) -> Tensor:
+        """The sum of the squared errors of the clipped outputs."""
+        outputs = self.clipped(self.inputs @ weight.to(self.inputs))
+        return exact((outputs - self.clipped(self.targets)).square().sum())
+
+    def gathered(self, reduction: Reduction) -> _Rows:
+        """Those of all ranks."""
+        low, high = (None if end is None else reduction.rows(end) for end in (self.low, self.high))
+        inputs, targets = reduction.rows(self.inputs), reduction.rows(self.targets)
+        return _Rows(inputs, targets, low, high, [inputs.shape[1]])
+
+
+class _Problem:
+    """The refit of one layer.
+
+    Args:
+        batches: The inputs of the networks.
+        norms: The batch norms that the layer's output goes through.
+        site: The layer's call.
+        targets: The whole network, where the layer has acted.
+        inputs: The cut network, where it has not.
+        kept: Which of the whole network's output channels the layer still has; None for all.
+    """
+
+    def __init__(
+        self,
+        batches: Calibration,
+        norms: Sequence[nn.Module],
+        site: Site,
+        targets: Sequence[Stop],
+        inputs: Sequence[Stop],
+        kept: Tensor | None,
+    ) -> None:
+        self._batches, self._norms, self._site, self._kept = batches, norms, site, kept
+        self._theirs, self._ours, self._product = targets, inputs, inputs[0].product
+        self._movable = can_shift(self._product, norms)
+        assert targets[0].output is not None
+        self._matrix = exact(self._product.matrix)
+        self._scale, self._shift = affine_of(norms, self._matrix[:, 0].numel(), targets[0].output)
+
+    def refit(self, layer: nn.Module, places: Sequence[Tensor], damping: float) -> bool:
+        """Gives the layer new weights, if they are better."""
+        if not self._product.inputs.is_floating_point():
+            return False
+        fitted, held = self._batches.split(self._ours, places)
+        fit = self._fit(self._rows(fitted), self._rows(held), damping)
+        if fit is None:
+            return False
+        weight, intercept = fit
+        _apply(layer, self._norms, self._scale, self._product.weight_of(weight), intercept)
+        return True
+
+    def _rows(self, places: Sequence[Tensor]) -> _Rows:
+        rows = gather_rows(self._ours, places, self._movable)
+        own = self._of_whole([stop.output for stop in self._theirs], places)
+        scale, shift = self._scale, self._shift
+        if self._site.sums:
+            pairs = zip(self._ours, places, strict=True)
+            other = torch.cat([stop.product.at(stop.other, where) for stop, where in pairs if stop.other is not None])
+            summed = self._of_whole([stop.result for stop in self._theirs], places)
+            usable = scale.abs() >= _LEAST_SCALE * scale.abs().median()
+            safe = torch.where(usable, scale, torch.ones_like(scale))
+            wanted = torch.where(usable, (summed - other - shift) / safe, own)
+            offset = shift + other
+        else:
+            usable, wanted, offset = scale.abs() > 0, own, shift.expand_as(own)
+        low, high = _limits(self._site, scale, offset, usable)
+
+        def by_group(values: Tensor) -> Tensor:
+            groups, count, _ = rows.shape
+            return values.to(rows.dtype).reshape(count, groups, values.shape[1] // groups).movedim(1, 0)
+
+        low, high = (None if end is None else by_group(end) for end in (low, high))
+        return _Rows(rows, by_group(wanted), low, high, [len(where) for where in places])
+
+    def _of_whole(self, tensors: Sequence[Tensor | None], places: Sequence[Tensor]) -> Tensor:
+        parts = zip(self._theirs, tensors, places, strict=True)
         both = torch.cat([stop.product.at(tensor, where) for stop, tensor, where in parts if tensor is not None])
-        return both if kept is None else both[:, kept.to(both.device)]
+        return both if self._kept is None else both[:, self._kept.to(both.device)]
 
-    own = of_whole([stop.output for stop in targets])
-    scale, shift = affine_of(norms, own)
-    if site.sums:
-        others = [stop.other for stop in inputs]
-        assert all(other is not None for other in others)
-        other = torch.cat([stop.product.at(stop.other, where) for stop, where in pairs if stop.other is not None])
-        summed = of_whole([stop.result for stop in targets])
-        usable = scale.abs() >= _LEAST_SCALE * scale.abs().median()
-        safe = torch.where(usable, scale, torch.ones_like(scale))
-        wanted = torch.where(usable, (summed - other - shift) / safe, own)
-        offset = shift + other
-    else:
-        usable, wanted, offset = scale.abs() > 0, own, shift.expand_as(own)
-    low, high = _limits(site, scale, offset, usable)
-    fit = _fit(product, rows, wanted, low, high, damping)
-    if fit is None:
-        return False
-    weight, intercept = fit
-    _apply(layer, norms, scale, product.weight_of(weight), intercept)
-    return True
+    def _fit(self, rows: _Rows, held: _Rows, damping: float) -> tuple[Tensor, Tensor | None] | None:
+        """Weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to leave the layer alone."""
+        product, reduction, weight = self._product, self._batches.reduction, self._matrix
+        if self._movable:
+            own = product.bias
+            bias = exact(own.detach()) if own is not None else weight.new_zeros(weight.shape[0] * weight.shape[2])
+            weight = torch.cat([weight, bias.view(weight.shape[0], 1, -1)], dim=1)
+        drift, size, fitted, back = weight.new_zeros(4)
+        for part in (rows, held):
+            drift += (part.inputs @ weight.to(part.inputs) - part.targets).square().sum().to(drift)
+            size += part.targets.square().sum().to(size)
+        fitted += rows.inputs.shape[1]
+        back += held.inputs.shape[1]
+        drift, size, fitted, back = reduction.sums(drift, size, fitted, back)
+        count = int(fitted)
+        if not count or float(drift) <= _SAME**2 * float(size):
+            return None
+        if in_rows(rows.inputs.shape[2], count):
+            rows = rows.gathered(reduction)
+        problem = LeastSquares(
+            rows.inputs, weight.to(rows.inputs.device), damping, pieces=rows.pieces, count=count, reduction=reduction
+        )
+        if rows.low is None or rows.high is None:
+            solution = problem(rows.targets)
+        else:
+            solution = clipped_fit(problem, rows.targets, rows.low, rows.high, _CLIP_ROUNDS)
+        if back:
+            after, before = reduction.sums(held.errors(solution), held.errors(weight))
+            if not after < before:
+                return None
+        if not bool(solution.isfinite().all()):
+            return None
+        width = product.width
+        return (solution[:, :width], solution[:, width]) if self._movable else (solution, None)
 
 
-def affine_of(norms: Sequence[nn.Module], like: Tensor) -> tuple[Tensor, Tensor]:
-    """``a`` and ``c`` of the map ``a·z + c`` that batch norms make in evaluation mode."""
-    scale, shift = torch.ones_like(like[0]), torch.zeros_like(like[0])
+def affine_of(norms: Sequence[nn.Module], channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """``a`` and ``c`` of the map ``a·z + c`` that batch norms make of so many channels in evaluation mode."""
+    scale, shift = like.new_ones(channels), like.new_zeros(channels)
     for norm in norms:
         assert isinstance(norm, _BatchNorm)
         assert norm.running_var is not None
@@ -212,53 +243,6 @@ def _limits(site: Site, scale: Tensor, offset: Tensor, usable: Tensor) -> tuple[
     ends = [(site.low - offset) / safe, (site.high - offset) / safe]
     low, high = torch.where(safe > 0, ends[0], ends[1]), torch.where(safe > 0, ends[1], ends[0])
     return low.masked_fill(~usable, -math.inf), high.masked_fill(~usable, math.inf)
-
-
-def _fit(
-    product: Product,
-    rows: Tensor,
-    wanted: Tensor,
-    low: Tensor | None,
-    high: Tensor | None,
-    damping: float,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to leave the layer alone."""
-    groups, count, _ = rows.shape
-    width = product.width
-    movable = rows.shape[2] > width
-    weight = exact(product.matrix)
-
-    def by_group(values: Tensor) -> Tensor:
-        return values.to(rows.dtype).reshape(count, groups, -1).movedim(1, 0)
-
-    targets = by_group(wanted)
-    if movable:
-        bias = exact(product.bias.detach()) if product.bias is not None else weight.new_zeros(groups * weight.shape[2])
-        weight = torch.cat([weight, bias.view(groups, 1, -1)], dim=1)
-    outputs = rows @ weight.to(rows)
-    if float((outputs - targets).norm()) <= _SAME * float(targets.norm()):
-        return None
-    fitted = count - count // _HELD_BACK if count >= 4 * _HELD_BACK else count
-    part, back = slice(0, fitted), slice(fitted, count)
-    problem = LeastSquares(rows[:, part], weight.to(rows.device), damping)
-    if low is None or high is None:
-        solution = problem(targets[:, part])
-        clip: Callable[[Tensor], Tensor] = lambda values: values  # noqa: E731
-    else:
-        lows, highs = by_group(low), by_group(high)
-        solution = clipped_fit(problem, targets[:, part], lows[:, part], highs[:, part], _CLIP_ROUNDS)
-        clip = lambda values: values.clamp(lows[:, back], highs[:, back])  # noqa: E731
-    if fitted < count:
-        held, told = rows[:, back], clip(targets[:, back])
-
-        def error(matrix: Tensor) -> float:
-            return float((clip(held @ matrix.to(held)) - told).square().sum())
-
-        if not error(solution) < error(weight):
-            return None
-    if not bool(solution.isfinite().all()):
-        return None
-    return (solution[:, :width], solution[:, width]) if movable else (solution, None)
 
 
 def _apply(layer: nn.Module, norms: Sequence[nn.Module], scale: Tensor, new: Tensor, intercept: Tensor | None) -> None:

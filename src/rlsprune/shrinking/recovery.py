@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlsprune.distributed.ranks import Ranks
 from rlsprune.model.progress import Progress
 from rlsprune.optim.rls import RLS
 from rlsprune.shrinking.front import Front
@@ -21,7 +23,7 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """Training after a cut."""
+    """Training after a cut. Of several ranks, each with its own batches; their gradients are averaged."""
 
     def __init__(
         self,
@@ -31,10 +33,13 @@ class Recovery:
         optimizer: Callable[[nn.Module], Optimizer],
         epochs: int,
         tell: Progress,
+        ranks: Ranks | None = None,
     ) -> None:
         self._model, self._batches, self._objective = model, batches, objective
-        self._make, self._epochs, self._tell = optimizer, epochs, tell
-        self._guard = Guard(model)
+        self._make, self._epochs, self._tell, self._ranks = optimizer, epochs, tell, ranks
+        self._guard = Guard(model, alone=ranks is None)
+        if ranks is not None:
+            ranks.agree("the number of batches", len(batches))
 
     def run(self, name: str, front: Front) -> None:
         """Trains until the score is back or the epochs are used up."""
@@ -55,12 +60,38 @@ class Recovery:
 
                 self._guard.start_epoch(front.epochs + 1, after_prune=epoch == 1)
                 trained = train_epoch(
-                    self._model, optimizer, self._batches, loss_of, guard=self._guard, on_batch=on_batch
+                    self._model,
+                    optimizer,
+                    self._batches,
+                    loss_of,
+                    guard=self._guard,
+                    after_backward=self._average_gradients,
+                    on_batch=on_batch,
                 )
-                self._guard.epoch_loss("training", trained.mean)
+                self._guard.epoch_loss("training", self._aligned(trained.mean))
                 front.trained()
                 if front.recovered:
                     return
         finally:
             if isinstance(optimizer, RLS):
                 optimizer.close()
+
+    def _average_gradients(self) -> None:
+        """Over the ranks: one message per dtype."""
+        if self._ranks is None:
+            return
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            same = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient in same]).div_(self._ranks.size)
+            self._ranks.sum_(flat)
+            for gradient, mean in zip(same, torch.split(flat, [gradient.numel() for gradient in same]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+    def _aligned(self, loss: float) -> float:
+        """The mean loss of the ranks, whose buffers become rank 0's."""
+        if self._ranks is None:
+            return loss
+        with torch.no_grad():
+            self._ranks.exchange([list(self._model.buffers())])
+        return sum(self._ranks.gather(loss)) / self._ranks.size

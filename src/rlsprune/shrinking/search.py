@@ -8,30 +8,31 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from rlsprune.distributed.ddp import rebuild_around
+from rlsprune.distributed.fingerprint import fingerprint
+from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.model.arguments import check_argument
-from rlsprune.model.calls import ExampleInputs, bare_copy, batch_size, unwrap
+from rlsprune.model.calls import ExampleInputs, bare_copy, unwrap
 from rlsprune.model.modes import full_precision, refuse_inference_mode, run_once
 from rlsprune.model.progress import Progress, shown_progress
-from rlsprune.model.tensors import forget_compiled_code
+from rlsprune.model.tensors import forget_compiled_code, is_sharded
 from rlsprune.optim.rls import RLS
+from rlsprune.shrinking.calibration import Calibration, Reduction
 from rlsprune.shrinking.closed_form import RESOURCES, ClosedForm, CutPlan, NothingToPruneError
 from rlsprune.shrinking.front import Front, FrontPoint, Score, Shrunk
-from rlsprune.shrinking.rebuild import Calibration
 from rlsprune.shrinking.recovery import Recovery
-from rlsprune.training.batches import GivenBatches, Pair, split
+from rlsprune.training.batches import GivenBatches, Pair
 from rlsprune.training.loop import Loss
 from rlsprune.training.objective import Objective
 
 __all__ = ["shrink"]
 
 _SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the smallest
-# Inputs that run together: at most so many, and fewer if one has more entries than the second number over them.
-_PIECE, _PIECE_ENTRIES = 128, 2**21
 
 
 def shrink(
@@ -52,6 +53,7 @@ def shrink(
     calibration: int = 2048,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
     on_progress: Progress | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Shrunk:
     """Makes a trained network as small as the target or the allowed drop lets it be.
 
@@ -89,6 +91,9 @@ def shrink(
         on_point: Called with each point and the network as it is there.
         on_progress: Called with what is being done, as in ``("refitting: layer1.0.conv1", 3, 21)`` or
             ``("round 2, recovery epoch 1 of 2", 57, 469)``. None: a line on the terminal, if there is one.
+        process_group: The processes that shrink the network together: all of them call this, each with its own share of
+            ``batches`` and ``valid``, and all get the same network. None: the wrapper's in which the model is, else
+            the default group, if there is one.
 
     Returns:
         The network and the front. With ``max_drop`` it is the smallest within it, else the last.
@@ -116,26 +121,31 @@ def shrink(
     goal = _goal(target, max_drop)
     if max_drop is not None and valid is None and score is None:
         warnings.warn("max_drop is measured on batches that layers are refitted on: give valid=", stacklevel=2)
-    model = unwrap(model)
+    ranks, reduction = _find_ranks(model, process_group)
+    given_model, model = model, unwrap(model)
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError("the model has no parameters: there is nothing to prune")
     device = first.device
-    given = GivenBatches(batches, device, "batches")
+    given = GivenBatches(batches, device, "batches", ranks)
     _check_single(model, given.example)
     sample = given.sample(calibration)
-    scored: Iterable[Pair] = sample if valid is None else GivenBatches(valid, device, "valid")
+    scored: Iterable[Pair] = sample.pairs if valid is None else GivenBatches(valid, device, "valid", ranks)
     whole = bare_copy(model).eval()
-    objective = Objective(whole, sample[0], loss, given.named)
+    objective = Objective(whole, sample.pairs[0], loss, given.named, ranks)
     was_training = model.training
     with contextlib.ExitStack() as stack:
-        tell = stack.enter_context(shown_progress(on_progress))
+        silent = on_progress is None and reduction.rank > 0
+        tell = stack.enter_context(shown_progress((lambda stage, done, total: None) if silent else on_progress))
 
         def measure(network: nn.Module) -> float:
             tell("scoring", 0, None)
-            return float(score(network) if score is not None else objective.score(network, scored))
+            return objective.score(network, scored) if score is None else reduction.mean(float(score(network)))
 
-        cutter = _Cutter(model, given.example, _pieces(sample), tuple(ignore), min_channels, round_to, tell)
+        cutter = _Cutter(
+            model, given.example, Calibration.of(sample, ranks), tuple(ignore), min_channels, round_to, tell
+        )
+        stack.callback(rebuild_around, given_model)
         stack.enter_context(full_precision(model))
         front = Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
         stack.callback(forget_compiled_code)
@@ -144,12 +154,32 @@ def shrink(
         if max_drop is not None:
             front.check()
         if recovery_epochs:
-            make = optimizer or (lambda network: RLS(network, lr=0.1))
-            recovery = Recovery(model, given, objective, make, recovery_epochs, tell)
+            make = optimizer or (lambda network: RLS(network, lr=0.1, process_group=process_group))
+            recovery = Recovery(model, given, objective, make, recovery_epochs, tell, ranks)
             _in_rounds(front, cutter, recovery, goal, ratio)
         else:
             _at_once(front, cutter, goal, max_drop)
     return Shrunk(model, front.chosen, tuple(front.points))
+
+
+def _find_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[Ranks | None, Reduction]:
+    """The processes that shrink together, which have the same network.
+
+    Raises:
+        DisagreementError: They have not.
+        ValueError: The network is divided over them.
+    """
+    divided = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    if divided is not None:
+        raise ValueError(
+            f"{divided!r} is divided over the ranks, and shrink needs the whole network on each: call it before "
+            "fully_shard, or on another network that load_checkpoint has filled. rlsprune.Pruner takes it as it is"
+        )
+    ranks = find_ranks(model, group)
+    reduction = Reduction(ranks)
+    if ranks is not None:
+        ranks.agree("the network", fingerprint(unwrap(model), None))
+    return ranks, reduction
 
 
 def _check_single(model: nn.Module, example: ExampleInputs) -> None:
@@ -279,13 +309,3 @@ def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[
         front.add()
         if plan.missed is not None or any(share <= goal[what] * (1 + 1e-9) for what, share in kept.items()):
             break
-
-
-def _pieces(sample: Iterable[Pair]) -> Calibration:
-    """Inputs alone, in pieces that many forwards can hold."""
-    calls: list[ExampleInputs] = []
-    for inputs, _ in sample:
-        entries = sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-        each = max(1, entries // max(batch_size(inputs), 1))
-        calls += split(inputs, max(1, min(_PIECE, _PIECE_ENTRIES // each)))
-    return Calibration(calls, [batch_size(call) for call in calls])

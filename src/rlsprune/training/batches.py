@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from rlsprune.distributed.ranks import Ranks
 from rlsprune.model.calls import ExampleInputs, batch_size
 
-__all__ = ["GivenBatches", "Pair", "as_pair", "split"]
+__all__ = ["GivenBatches", "Pair", "Sample", "as_pair", "split"]
 
 Pair = tuple[ExampleInputs, Any]
 """Inputs, and targets or None."""
+T = TypeVar("T")
+
+
+class Sample(NamedTuple):
+    """Some of the inputs that were given."""
+
+    pairs: list[Pair]
+    numbers: list[Tensor]
+    """Of the inputs of each pair, among those of all ranks: ranks' batches are counted in turn."""
 
 
 def as_pair(batch: Any) -> Pair:
@@ -52,19 +61,20 @@ class GivenBatches:
         batches: As `as_pair` takes them, to be gone through many times.
         device: Of the network.
         name: What the user calls them.
+        ranks: The processes that have batches of their own each, or None.
 
     Raises:
         ValueError: There is none, or they can be gone through only once.
     """
 
-    def __init__(self, batches: Iterable[Any], device: torch.device, name: str) -> None:
+    def __init__(self, batches: Iterable[Any], device: torch.device, name: str, ranks: Ranks | None = None) -> None:
         if isinstance(batches, Iterator):
             raise ValueError(
                 f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
             )
-        self._batches, self._device, self._name = batches, device, name
+        self._batches, self._device, self._name, self._ranks = batches, device, name, ranks
         batch = next(iter(batches), None)
-        if batch is None:
+        if not all(self._of_each(batch is not None)):
             raise self._empty()
         first = self._moved(as_pair(batch))
         self.named = isinstance(batch, Mapping)
@@ -80,32 +90,36 @@ class GivenBatches:
     def __len__(self) -> int:
         return len(self._batches) if isinstance(self._batches, Sized) else sum(1 for _ in self._batches)
 
-    def sample(self, count: int) -> list[Pair]:
-        """Samples at most this many inputs: evenly from a list, else the first ones.
+    def sample(self, count: int) -> Sample:
+        """Samples at most this many inputs, of all ranks together: evenly from a list, else the first ones.
 
-        Whole batches where parts of them cannot be joined; at least one.
+        Whole batches where parts of them cannot be joined; at least one of each rank.
         """
         if not isinstance(self._batches, Sequence):
-            return self._first(count)
+            return self._numbered(self._first(math.ceil(count / len(self._of_each(0)))))
         pairs = [as_pair(batch) for batch in self._batches]
         sizes = [batch_size(inputs) for inputs, _ in pairs]
-        every = max(1, math.ceil(sum(sizes) / count))
-        if not _joinable(pairs, sizes):
-            return [self._moved(pair) for pair in pairs[::every]]
-        starts = itertools.accumulate(sizes, initial=0)
+        starts, total = self._starts(sizes)
+        every = max(1, math.ceil(total / count))
+        if not all(self._of_each(_joinable(pairs, sizes))):
+            return self._numbered([self._moved(pair) for pair in pairs[::every]])
         parts = [
             _cut(pair, slice(-start % every, None, every), size)
-            for start, pair, size in zip(starts, pairs, sizes, strict=False)
+            for start, pair, size in zip(starts, pairs, sizes, strict=True)
         ]
+        numbers = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+        numbers = numbers[numbers % every == 0] // every
+        if not all(self._of_each(len(numbers))):
+            raise ValueError(f"a rank has none of the {count} inputs to calibrate on: give every rank as many batches")
         flat = [tree_flatten(part) for part in parts]
         joined = [
             torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
             for leaves in zip(*(f for f, _ in flat), strict=True)
         ]
         whole = tree_unflatten(joined, flat[0][1])
-        total = batch_size(whole[0])
-        pieces = [_cut(whole, slice(start, start + max(sizes)), total) for start in range(0, total, max(sizes))]
-        return [self._moved(pair, copy=True) for pair in pieces]
+        piece = max(self._of_each(max(sizes)))
+        pieces = [_cut(whole, slice(start, start + piece), len(numbers)) for start in range(0, len(numbers), piece)]
+        return Sample([self._moved(pair, copy=True) for pair in pieces], list(torch.split(numbers, piece)))
 
     def _first(self, count: int) -> list[Pair]:
         found: list[Pair] = []
@@ -118,6 +132,27 @@ class GivenBatches:
             seen += size
         return found
 
+    def _numbered(self, pairs: list[Pair]) -> Sample:
+        sizes = [batch_size(inputs) for inputs, _ in pairs]
+        starts, _ = self._starts(sizes)
+        return Sample(pairs, [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+
+    def _starts(self, sizes: list[int]) -> tuple[list[int], int]:
+        """How many inputs come before each batch, rank 0's first, rank 1's first and so on; and how many there are."""
+        everyone = self._of_each(sizes)
+        own = 0 if self._ranks is None else self._ranks.rank
+        starts, total = [], 0
+        for batch in range(max(map(len, everyone))):
+            for rank, theirs in enumerate(everyone):
+                if batch < len(theirs):
+                    if rank == own:
+                        starts.append(total)
+                    total += theirs[batch]
+        return starts, total
+
+    def _of_each(self, value: T) -> list[T]:
+        return [value] if self._ranks is None else self._ranks.gather(value)
+
     def _moved(self, pair: Pair, copy: bool = False) -> Pair:
         def moved(leaf: Any) -> Any:
             return leaf.to(self._device, copy=copy) if isinstance(leaf, Tensor) else leaf
@@ -125,7 +160,8 @@ class GivenBatches:
         return tree_map(moved, pair)  # type: ignore[no-any-return]
 
     def _empty(self) -> ValueError:
-        return ValueError(f"{self._name} has no batch: give inputs, or (inputs, targets), in batches")
+        whose = "" if self._ranks is None else " on some rank"
+        return ValueError(f"{self._name} has no batch{whose}: give inputs, or (inputs, targets), in batches")
 
 
 def _cut(value: Any, part: slice, count: int) -> Any:

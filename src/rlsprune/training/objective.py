@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from rlsprune.distributed.ranks import Ranks
 from rlsprune.model.calls import as_call, batch_size, output_tensors
 from rlsprune.model.modes import evaluating
 from rlsprune.training.batches import Pair
@@ -50,10 +51,18 @@ class Objective:
         example: A batch that tells of what kind targets and outputs are.
         loss: The user's, from outputs and targets; None for the rules of `rlsprune.shrink`.
         named: Whether targets are the ``labels`` of a mapping. A network that takes them tells its loss itself.
+        ranks: The processes that score batches of their own each, or None.
     """
 
-    def __init__(self, given: nn.Module, example: Pair, loss: Loss | None = None, named: bool = False) -> None:
-        self._given, self._loss = given, loss
+    def __init__(
+        self,
+        given: nn.Module,
+        example: Pair,
+        loss: Loss | None = None,
+        named: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._given, self._loss, self._ranks = given, loss, ranks
         self._known_batches: list[Pair] | None = None
         self._known_classes: list[Tensor] = []
         inputs, targets = example
@@ -77,6 +86,9 @@ class Objective:
         )
         self.classes = self.class_labels or (not self.labelled and confident)
         """Whether the outputs are scores of classes."""
+        if ranks is not None:  # they look at other inputs, and are to be of one mind
+            kinds = (self.labelled, self.class_labels, self._own_loss, self.classes)
+            self.labelled, self.class_labels, self._own_loss, self.classes = ranks.first(kinds)
         if loss is not None and not self.labelled:
             raise ValueError("loss needs targets, and the batches have none: give (inputs, targets), or leave loss out")
 
@@ -137,7 +149,9 @@ class Objective:
                 values = self._agreeing(model, batches)
             else:
                 values = [self._minus_loss(model, *pair) for pair in batches]
-        return sum(value for value, _ in values) / max(sum(count for _, count in values), 1)
+        sums = (sum(value for value, _ in values), sum(count for _, count in values))
+        everyone = [sums] if self._ranks is None else self._ranks.gather(sums)
+        return sum(value for value, _ in everyone) / max(sum(count for _, count in everyone), 1)
 
     @property
     def unit(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from rlsprune.distributed.ddp import rebuild
+from rlsprune.distributed.ddp import rebuild_around
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.training.loop import Loss
@@ -93,8 +93,7 @@ class Share:
 
     def changed(self, network: nn.Module) -> None:
         """Must be called whenever the network inside may have been cut."""
-        if isinstance(network, DistributedDataParallel):
-            rebuild(network)
+        rebuild_around(network)
 
     @torch.no_grad()
     def align(self, model: nn.Module) -> None:
