@@ -1,9 +1,10 @@
 """Does P stay symmetric and positive definite over a long run in float32?
 
-Records the mean inputs of a hidden layer while a small network trains on the embedded digits, and replays them into
-float32 and float64 copies of P until so many updates are done. Prints the health of the float32 copy as it goes.
+Records the mean inputs of a hidden layer while a small network trains on the embedded digits, and replays them at
+several scales into float32 and float64 copies of P until so many updates are done. Prints the health of the float32
+copy as it goes.
 
-    python -m benchmarks.quality.soak_inverse --steps 200000 --scales 1e-6,1,1e6
+    python -m benchmarks.quality.soak_inverse --steps 200000 --scales 1e-6,1e-3,1,1e3,1e6
     python -m benchmarks.quality.soak_inverse --steps 200000 --rank 0  # P whole
 """
 
@@ -18,8 +19,8 @@ import rlsprune
 from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, load
 from rlsprune.app.models import FNN
-from rlsprune.optim.entries import form_of, initial_entry
-from rlsprune.optim.layer_step import WIND_UP_LIMIT
+from rlsprune.optim.entries import form_of, initial_entry, inverse_step
+from rlsprune.optim.layer_step import MOST_ROUNDED, WIND_UP_LIMIT
 
 MEAN_SCALE = 0.1  # k
 BATCH = 16
@@ -46,26 +47,35 @@ def record(width: int, epochs: int) -> Tensor:
     return torch.stack(means)
 
 
-def soak(means: Tensor, steps: int, forgetting: float, rank: int | None, scale: float) -> bool:
-    """Replays the inputs and prints a line per tenth of the way; False if P was ever unhealthy."""
-    copies = [form_of(initial_entry(means[:1].to(dtype), 1.0, rank)) for dtype in (torch.float32, torch.float64)]
-    always = True
-    print(f"\nforgetting {forgetting:g}, rank {rank or 'whole'}, inputs times {scale:g}")
-    print("    steps  smallest    largest  asymmetry  error vs float64  healthy")
+def soak(means: Tensor, steps: int, forgetting: float, rank: int | None, scales: list[float]) -> bool:
+    """Replays the inputs at every scale and prints them a tenth of the way each; False if P was ever unhealthy.
+
+    Inputs that training would refuse as too large for P in float32 are taken all the same, and counted.
+    """
+    factors = torch.tensor(scales, dtype=torch.float64).unsqueeze(1)
+    dtypes = (torch.float32, torch.float64)
+    entries = [initial_entry(factors.to(dtype) * means[0].to(dtype), 1.0, rank) for dtype in dtypes]
+    told, always = torch.zeros(len(scales), dtype=torch.long), True
+    print(f"\nforgetting {forgetting:g}, rank {rank or 'whole'}")
+    print("    steps  inputs times  too large  smallest    largest  asymmetry  error vs float64  healthy")
     for step in range(1, steps + 1):
-        x = scale * means[step % len(means)].unsqueeze(0)
-        for form in copies:
-            own = x.to(form.like.dtype)
-            form.look(own, MEAN_SCALE)
-            form.update_(forgetting, WIND_UP_LIMIT, None)
+        x = means[step % len(means)].double() * factors
+        for entry, dtype in zip(entries, dtypes, strict=True):
+            inverse = inverse_step([[entry]])
+            look = inverse.look([x.to(dtype)], MEAN_SCALE)
+            inverse.update_(forgetting, WIND_UP_LIMIT, None)
+            if dtype == torch.float32:
+                told += look.energy >= MOST_ROUNDED / torch.finfo(dtype).eps
         if step % max(1, steps // 10) == 0:
-            eigenvalues, asymmetry = copies[0].eigenvalues(), copies[0].asymmetry()
-            P, exact = (form.dense().double() for form in copies)
-            error = ((P - exact).norm() / exact.norm()).item()
-            healthy = bool(eigenvalues.min() > 0) and asymmetry == 0
-            always &= healthy
-            extremes = f"{eigenvalues.min():.2e}  {eigenvalues.max():.3e}"
-            print(f"{step:9,}  {extremes}  {asymmetry:9.1g}  {error:16.1e}  {healthy}", flush=True)
+            forms = [form_of(entry) for entry in entries]
+            eigenvalues, asymmetry = forms[0].eigenvalues(), forms[0].asymmetry()
+            P, exact = (form.dense().double() for form in forms)
+            errors = torch.linalg.matrix_norm(P - exact) / torch.linalg.matrix_norm(exact)
+            for scale, count, values, error in zip(scales, told, eigenvalues, errors, strict=True):
+                healthy = bool(values.min() > 0) and asymmetry == 0
+                always &= healthy
+                line = f"{step:9,}  {scale:12g}  {int(count):9,}  {values.min():.2e}  {values.max():.3e}"
+                print(f"{line}  {asymmetry:9.1g}  {error:16.1e}  {healthy}", flush=True)
     return always
 
 
@@ -85,9 +95,8 @@ def main() -> int:
         f"{len(means):,} mean inputs of {means.shape[1]} values recorded in {options.epochs} epochs, batches of {BATCH}"
     )
     results = [
-        soak(means, options.steps, forgetting, options.rank or None, scale)
+        soak(means, options.steps, forgetting, options.rank or None, list(map(float, options.scales.split(","))))
         for forgetting in map(float, options.forgetting.split(","))
-        for scale in map(float, options.scales.split(","))
     ]
     return 0 if all(results) else 1
 

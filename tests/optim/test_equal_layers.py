@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,8 +48,27 @@ def steps(model: nn.Module, optimizer: rlsprune.RLS, count: int, device: str = "
         optimizer.step()
 
 
-def alone(layers: list[ReadyLayer], state: State) -> list[list[ReadyLayer]]:
-    return [[layer] for layer in layers]
+def alone(layers: list[ReadyLayer], state: State) -> list[list[list[ReadyLayer]]]:
+    return [[[layer]] for layer in layers]
+
+
+def test_layers_of_other_sizes_share_what_has_no_size() -> None:
+    """The small matrices of all layers are one; P and weights are those of steps layer by layer."""
+    results, kernels = [], []
+    for way in (rls.equal_layers, alone):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(*sizes) for sizes in pairwise((70, 90, 60, 60, 5)))).double()
+        optimizer = rlsprune.RLS(model, lr=0.1, rank=8, forgetting=0.99)
+        with pytest.MonkeyPatch.context() as patch, Kernels() as counted:
+            patch.setattr(rls, "equal_layers", way)
+            for _ in range(30):  # C is compressed twice
+                optimizer.zero_grad()
+                model(torch.rand(4, 70, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+        results.append((model.state_dict(), [optimizer.inverse(str(number)) for number in range(4)]))
+        kernels.append(counted.count)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+    assert kernels[0] < 0.8 * kernels[1]
 
 
 @pytest.mark.parametrize("poses", [False, True], ids=["cpu", "accelerator"])
@@ -193,13 +213,13 @@ def test_the_fault_named_is_the_first_in_the_network() -> None:
 
 
 def sizes_of_steps(model: nn.Module) -> list[int]:
-    """Of how many layers each step is."""
+    """How many layers of equal size there are, for each size."""
     seen: list[int] = []
     prepare = LayerStep.prepare
 
-    def watched(layers: list[ReadyLayer], state: State) -> LayerStep:
-        seen.append(len(layers))
-        return prepare(layers, state)
+    def watched(sizes: list[list[ReadyLayer]], state: State) -> LayerStep:
+        seen.extend(map(len, sizes))
+        return prepare(sizes, state)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerStep, "prepare", watched)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rlsprune.optim import factors, functional
-from rlsprune.optim.factored import Factored
-from rlsprune.optim.forms import Form, InverseState
+from rlsprune.optim.factored import Factored, FactoredStep
+from rlsprune.optim.forms import Form, InverseState, InverseStep
 from rlsprune.optim.packing import INVERSE, pack
-from rlsprune.optim.whole import Whole
+from rlsprune.optim.whole import Whole, WholeStep
 
 RANK = 16
 """How many directions of the mean inputs are kept apart by default: docs/settings.md has the measurements."""
@@ -51,23 +51,27 @@ def entry_bytes(inputs: int, rank: int | None) -> int:
 
 def form_of(entry: InverseState) -> Form:
     """The form of one layer's P."""
-    if "P" in entry:
-        return Whole(entry["P"])
-    return Factored(**entry, entries=[entry])
+    return Whole(entry["P"]) if "P" in entry else Factored(entry)
 
 
-def packed_form(entries: Sequence[InverseState]) -> Form:
-    """The form of several equal layers' P, which from then on lie in memory one after the other (:func:`pack`)."""
-    first = entries[0]
-    tensors = {key: pack([(entry, key) for entry in entries]) for key in first if isinstance(first[key], Tensor)}
-    if "P" in first:
-        return Whole(tensors["P"])
-    return Factored(**tensors, rows=first["rows"], rank=first["rank"], entries=entries)
+def inverse_step(sizes: Sequence[Sequence[InverseState]]) -> InverseStep:
+    """P of layers in a step: for each size the entries of its layers, which are of one :func:`kind`.
+
+    What is joined of them lies in memory one after the other from then on (:func:`pack`).
+    """
+    if "P" in sizes[0][0]:
+        (same,) = sizes
+        return WholeStep(pack([(entry, "P") for entry in same]))
+    entries = [entry for same in sizes for entry in same]
+    T, beta = (pack([(entry, key) for entry in entries]) for key in ("T", "beta"))
+    return FactoredStep([pack([(entry, "C") for entry in same]) for same in sizes], T, beta, entries)
 
 
 def kind(entry: InverseState) -> tuple[Any, ...]:
-    """What has to be equal for layers to be stepped as one."""
-    return tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in entry.values())
+    """What has to be equal for layers to be stepped in one: with P in factors, all but their sizes."""
+    tensors = [value for key, value in entry.items() if isinstance(value, Tensor) and key != "C"]
+    others = [value for value in entry.values() if not isinstance(value, Tensor)]
+    return *((value.shape, value.dtype) for value in tensors), *others
 
 
 def moved(entry: InverseState, like: Tensor) -> InverseState:

@@ -9,7 +9,8 @@ A new row of C adds a row to T, by what ``xᵀPx`` is computed from: no matrix i
 formed, and P is positive definite whatever is rounded. When C is full its strongest directions stay, and the energy of
 the others goes to β.
 
-Shapes: C ``(G, m, n)``, T ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it.
+Shapes: C ``(G, m, n)``, T ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it. What has no n in its
+shape is computed for layers of all sizes at once.
 Nothing here but :func:`compress` makes the host wait for the device.
 """
 
@@ -31,26 +32,33 @@ def initial_factors(x: Tensor, p0: float, capacity: int) -> tuple[Tensor, Tensor
     return x.new_zeros(groups, capacity, n), T, T.new_full((groups,), 1 / p0)
 
 
-def whitener(C: Tensor) -> Tensor:
-    """``T = L⁻¹`` for ``LLᵀ = I + CCᵀ``; NaN where C has grown too large for it."""
+def gram(C: Tensor) -> Tensor:
+    """``CCᵀ``, ``(G, m, m)``."""
     rows = C.to(wide(C.device))
-    identity = torch.eye(C.shape[-2], dtype=rows.dtype, device=C.device)
-    factor, info = torch.linalg.cholesky_ex(identity + rows @ rows.mT)
+    return rows @ rows.mT
+
+
+def whitener(gram: Tensor) -> Tensor:
+    """``T = L⁻¹`` for ``LLᵀ = I + CCᵀ``; NaN where C has grown too large for it."""
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor, info = torch.linalg.cholesky_ex(identity + gram)
     inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
     return torch.where((info == 0)[:, None, None], inverse, torch.nan)
 
 
-def excitation(C: Tensor, T: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a new row c of C, ``(G, n)``, is to the present ones.
+def excitation(T: Tensor, products: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
+    """What a new row c of C is to the present ones.
+
+    Args:
+        T: ``(G, m, m)``.
+        products: ``Cc``, ``(G, m, 1)``.
+        energy: ``cᵀc``, ``(G, 1, 1)``.
 
     Returns:
-        ``TCc``, ``(G, m, 1)``; ``cᵀc``; and ``cᵀ(I − ZᵀZ)c``. With ``c = √(k/β)·x`` the last two are ``k·xᵀx/β`` and
-        ``k·xᵀPx``.
+        ``TCc``, ``(G, m, 1)``, and ``cᵀ(I − ZᵀZ)c``, ``(G,)``: with ``c = √(k/β)·x`` it is ``k·xᵀPx``.
     """
-    c = row.to(T.dtype).unsqueeze(-1)
-    known = T @ (C.to(T.dtype) @ c)
-    energy = c.mT @ c
-    return known, energy.view(-1), torch.baddbmm(energy, known.mT, known, alpha=-1).view(-1)
+    known = T @ products
+    return known, torch.baddbmm(energy, known.mT, known, alpha=-1).view(-1)
 
 
 def append_(T: Tensor, known: Tensor, excitation: Tensor) -> None:
@@ -123,23 +131,26 @@ def forget(beta: Tensor, forgetting: float, limit: float) -> tuple[Tensor, Tenso
     return kept, wanted / kept
 
 
-def compress(C: Tensor, beta: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``rank`` strongest directions of C, ``(G, rank, n)``, their energies ``(G, rank)`` (CCᵀ is diagonal), and β.
+def compress(gram: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """What turns C into its ``rank`` strongest directions, ``(G, rank, m)``, and what β is multiplied by.
 
     The energy τ that each of the other n − rank directions has lost on average goes to β, so that P⁻¹ keeps its trace:
     ``I + CᵀC + τ(I − QᵀQ) = (1 + τ)(I + (CᵀC − τQᵀQ)/(1 + τ))``, with the kept directions in Q. Else a direction
     that is dropped every time would never accumulate, and P would stay too large there.
 
     Makes the host wait for the device once.
+
+    Args:
+        gram: ``CCᵀ``.
+        inputs: n of each group, ``(G, 1)``.
+        rank: How many directions stay.
     """
-    rows = C.to(wide(C.device))
-    energies, directions = torch.linalg.eigh(rows @ rows.mT)
+    energies, directions = torch.linalg.eigh(gram)
     energies, directions = energies.clamp_min(0).flip(-1), directions.flip(-1)[..., :rank]
     # Eigenvectors have no sign of their own, and ranks with other libraries shall come to the same C.
     largest = directions.gather(-2, directions.abs().argmax(-2, keepdim=True))
     kept = energies[..., :rank]
-    lost = (energies[..., rank:].sum(-1) / max(1, C.shape[-1] - rank)).unsqueeze(-1)
+    lost = energies[..., rank:].sum(-1, keepdim=True) / (inputs - rank).clamp_min(1)
     left = (kept - lost).clamp_min(0) / (1 + lost)
-    tiny = torch.finfo(kept.dtype).tiny
-    shrunk = (directions * largest.sign()).mT @ rows * (left / kept.clamp_min(tiny)).sqrt().unsqueeze(-1)
-    return shrunk.to(C), left, beta * (1 + lost.squeeze(-1))
+    shares = (left / kept.clamp_min(torch.finfo(kept.dtype).tiny)).sqrt()
+    return (directions * largest.sign()).mT * shares.unsqueeze(-1), (1 + lost).squeeze(-1)

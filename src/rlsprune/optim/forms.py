@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -21,39 +22,45 @@ class Look(NamedTuple):
     """``k·xᵀx`` times about the largest eigenvalue of P: what rounding errors of the excitation are relative to."""
 
 
-class Form(Protocol):
-    """P of a layer, ``(G, n, n)``, in one of its forms."""
+class InverseStep(Protocol):
+    """P of several layers in one step; layers of equal size are one layer with the groups of all of them."""
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and device of P, and as many groups."""
-
-    @property
-    def cost(self) -> int:
-        """The size of the matrices that measuring P's health takes."""
-
-    def look(self, x: Tensor, mean_scale: float) -> Look:
+    def look(self, means: Sequence[Tensor], mean_scale: float) -> Look:
         """Eqs. (17), (18). Remembers what :meth:`update_` needs.
 
         Args:
-            x: The mean input, ``(G, n)``.
+            means: The mean inputs for each size, ``(G, n)``.
             mean_scale: k.
         """
 
-    def meet(self, gradients: Matrices) -> Tensor:
+    def meet(self, gradients: Sequence[Matrices]) -> Tensor:
         """Remembers what of P∇ :meth:`velocity_step_` can use; one number per group, finite if the gradients are."""
 
-    def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
+    def velocity_step_(
+        self, velocities: Sequence[Matrices], gradients: Sequence[Matrices], momentum: float, scale: Tensor
+    ) -> None:
         """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, for the gradients that :meth:`meet` got and s per group."""
 
     def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
-        """Eq. (16) in place with the mean input and the k that :meth:`look` got.
+        """Eq. (16) in place with the mean inputs and the k that :meth:`look` got.
 
         Args:
             forgetting: λ.
             limit: With λ < 1 a direction that is never excited grows no further.
             gate: None, or a 0-dim bool on the device: where it is False, P stays as it was.
         """
+
+
+class Form(Protocol):
+    """P of a layer, ``(G, n, n)``, in one of its forms."""
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and device of P, as many groups and inputs."""
+
+    @property
+    def cost(self) -> int:
+        """The size of the matrices that measuring P's health takes."""
 
     def reset_(self, p0: float) -> None:
         """``P ← p0·I`` in place."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlsprune.model.tensors import is_sharded, local
 from rlsprune.optim.checks import check_unresized
-from rlsprune.optim.entries import initial_entry, kind, moved, packed_form
+from rlsprune.optim.entries import initial_entry, inverse_step, kind, moved
 from rlsprune.optim.faults import Check, Fault
-from rlsprune.optim.forms import Form, Matrices
+from rlsprune.optim.forms import InverseStep, Matrices
 from rlsprune.optim.packing import INVERSE, VELOCITY, State, joined, pack, velocity_of
 from rlsprune.optim.sgd_step import step_parameters_
 
@@ -67,59 +67,63 @@ class ReadyLayer:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
-def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[ReadyLayer]]:
-    """The layers in lists of which each can be stepped as one: the same sizes, kinds of tensors and settings."""
-    lists: dict[Any, list[ReadyLayer]] = {}
+def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[ReadyLayer]]]:
+    """For each step the layers of each size: what is stepped together has the same settings and kind of P."""
+    steps: dict[Any, dict[Any, list[ReadyLayer]]] = {}
     for layer in layers:
-        key: Any = id(layer.weight)  # rows that other processes have, or large enough by itself
         entry = state[layer.weight][INVERSE]
-        size = max(layer.weight.numel(), *(value.numel() for value in entry.values() if isinstance(value, Tensor)))
-        if not is_sharded(layer.weight) and size <= _MOST_JOINED:
-            tensors = [(p.shape, p.dtype, p.device, p.grad is None) for p in layer.parameters]
-            key = (*tensors, *(layer.group[setting] for setting in _SETTINGS), *kind(entry))
-        lists.setdefault(key, []).append(layer)
-    return list(lists.values())
+        size: Any = id(layer.weight)  # rows that other processes have, or large enough by itself
+        most = max(layer.weight.numel(), *(value.numel() for value in entry.values() if isinstance(value, Tensor)))
+        if not is_sharded(layer.weight) and most <= _MOST_JOINED:
+            size = tuple((p.shape, p.dtype, p.grad is None) for p in layer.parameters)
+        key = (layer.mean.dtype, layer.mean.device, *(layer.group[setting] for setting in _SETTINGS), *kind(entry))
+        steps.setdefault((*key, size) if "P" in entry else key, {}).setdefault(size, []).append(layer)
+    return [list(sizes.values()) for sizes in steps.values()]
 
 
 @dataclass
 class LayerStep:
-    """What the step of a layer needs: gathered by :meth:`prepare`, which changes no value.
+    """What the step of some layers needs: gathered by :meth:`prepare`, which changes no value.
 
     Several layers of equal size are stepped as one layer with the groups of all, in as many kernels as one layer takes.
     Their P lie in memory one after the other, and so do their velocities (:func:`pack`).
     """
 
-    layers: list[ReadyLayer]
-    form: Form
+    sizes: list[list[ReadyLayer]]
+    """The layers of each size."""
+    inverse: InverseStep
     """P."""
-    gradients: Matrices
+    gradients: list[Matrices]
+    """For each size."""
     h: Tensor
     """Eq. (18), one per group."""
     checks: list[Check]
     """What must hold before anything is changed."""
 
     @classmethod
-    def prepare(cls, layers: list[ReadyLayer], state: State) -> LayerStep:
+    def prepare(cls, sizes: list[list[ReadyLayer]], state: State) -> LayerStep:
         """Computes the gains (Eqs. 17, 18)."""
-        group = layers[0].group
-        form = packed_form([state[layer.weight][INVERSE] for layer in layers])
-        mean = joined([layer.mean for layer in layers])
-        same = zip(*(layer.parameters for layer in layers), strict=True)
-        gradients = _matrices(layers, form, [joined([_gradient(p, mean.dtype) for p in every]) for every in same])
-        look = form.look(mean, group["mean_scale"])
-        gradient = form.meet(gradients)
+        layers = [layer for same in sizes for layer in same]
+        group, mean = layers[0].group, layers[0].mean
+        inverse = inverse_step([[state[layer.weight][INVERSE] for layer in same] for same in sizes])
+        gradients = [
+            _matrices(same, [joined([_gradient(p, mean.dtype) for p in every]) for every in _by_kind(same)])
+            for same in sizes
+        ]
+        look = inverse.look([joined([layer.mean for layer in same]) for same in sizes], group["mean_scale"])
+        gradient = inverse.meet(gradients)
         found = torch.stack([look.energy, look.energy, -look.excitation, gradient.abs()])
         sound = (found < _bounds(mean.dtype, mean.device)).flatten()
-        if mean.shape[0] > len(layers):
-            sound = sound.view(len(sound) // (mean.shape[0] // len(layers)), -1).all(1)
+        if len(mean) > 1:
+            sound = sound.view(-1, len(mean)).all(1)
         named = [(layer.place, layer.group["name"]) for layer in layers]
         check = partial(_faults, named, mean.dtype), sound
-        return cls(layers, form, gradients, group["forgetting"] + look.excitation, [check])
+        return cls(sizes, inverse, gradients, group["forgetting"] + look.excitation, [check])
 
     @property
     def device(self) -> torch.device:
         """Where the layers are."""
-        return self.form.like.device
+        return self.sizes[0][0].mean.device
 
     def apply(self, state: State, gate: Tensor | None) -> None:
         """Eqs. (21), (22) with P_{t-1}, then Eq. (16).
@@ -128,17 +132,14 @@ class LayerStep:
             state: The optimizer's state, for the velocities.
             gate: None, or a 0-dim bool on the device: where it is False, everything stays as it was.
         """
-        group = self.layers[0].group
-        parameters = list(zip(*(layer.parameters for layer in self.layers), strict=True))
-        for same in parameters:
-            for p in same:
-                velocity_of(state, p, self.form.like.dtype)
-        velocities = [local(pack([(state[p], VELOCITY) for p in same])) for same in parameters]
+        group = self.sizes[0][0].group
+        parameters = [same for layers in self.sizes for same in _by_kind(layers)]
+        velocities = [_velocity(state, same, self.sizes[0][0].mean.dtype) for same in parameters]
         # What is not finite spoils what it is multiplied with, even by zero: velocities are put back, not spared.
         before = [] if gate is None else [velocity.clone() for velocity in velocities]
-        self.form.velocity_step_(
-            _matrices(self.layers, self.form, velocities), self.gradients, group["momentum"], group["lr"] / self.h
-        )
+        left = iter(velocities)
+        matrices = [_matrices(layers, [next(left) for _ in layers[0].parameters]) for layers in self.sizes]
+        self.inverse.velocity_step_(matrices, self.gradients, group["momentum"], group["lr"] / self.h)
         for velocity, old in zip(velocities, before, strict=False):
             velocity.copy_(torch.where(gate, velocity, old))  # type: ignore[arg-type]  # there is a gate
         trained: list[Tensor] = []
@@ -150,7 +151,7 @@ class LayerStep:
                 trained += [local(p) for p in same]
                 moves += [velocity] if len(same) == 1 else torch.split(velocity, velocity.shape[0] // len(same))
         step_parameters_(trained, moves, group["lr"] * group["weight_decay"], gate)
-        self.form.update_(group["forgetting"], group["p0"] * WIND_UP_LIMIT, gate)
+        self.inverse.update_(group["forgetting"], group["p0"] * WIND_UP_LIMIT, gate)
 
 
 @cache
@@ -174,6 +175,11 @@ def _faults(layers: list[tuple[int, str]], dtype: torch.dtype) -> list[Fault]:
     ]
 
 
+def _by_kind(layers: list[ReadyLayer]) -> list[tuple[Tensor, ...]]:
+    """The weights of some layers, and their biases if they have any."""
+    return list(zip(*(layer.parameters for layer in layers), strict=True))
+
+
 def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient in the dtype of P; zero for a frozen parameter of a layer that is otherwise trained."""
     if parameter.grad is None:
@@ -181,8 +187,15 @@ def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return local(parameter.grad).to(dtype)
 
 
-def _matrices(layers: list[ReadyLayer], form: Form, tensors: list[Tensor]) -> Matrices:
+def _velocity(state: State, same: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """The velocities of parameters of equal size, as one."""
+    for p in same:
+        velocity_of(state, p, dtype)
+    return local(pack([(state[p], VELOCITY) for p in same]))
+
+
+def _matrices(layers: list[ReadyLayer], tensors: list[Tensor]) -> Matrices:
     """What has the shapes of weight and bias, as ``(groups, out per group, inputs)``, of which out may be 0."""
-    groups, inputs = form.like.shape[0], layers[0].weight.shape[1:].numel()
+    groups, inputs = len(layers) * len(layers[0].mean), layers[0].weight.shape[1:].numel()
     weight = tensors[0].reshape(groups, tensors[0].shape[0] // groups, inputs)
     return weight, tensors[1].view(groups, -1) if len(tensors) > 1 else None

@@ -32,49 +32,6 @@ class Whole:
         """See :class:`Form`."""
         return self.P.shape[-1]
 
-    def look(self, x: Tensor, mean_scale: float) -> Look:
-        """See :class:`Form`."""
-        self._x, self._mean_scale = x, mean_scale
-        self._u, excitation = functional.gain(self.P, x)
-        # A spoilt P shows in the excitation; the energy tells of the input alone then.
-        largest = self.P.diagonal(dim1=-2, dim2=-1).amax(-1).nan_to_num(nan=1.0, posinf=1.0)
-        energy = mean_scale * torch.linalg.vecdot(x, x) * largest
-        self._excitation = mean_scale * excitation
-        self._floor = _LEAST * self.P.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps * energy
-        rounded = self._excitation >= -4 * self._floor
-        found = torch.where(rounded, self._excitation.maximum(self._floor), self._excitation)
-        return Look(found, energy)
-
-    def meet(self, gradients: Matrices) -> Tensor:
-        """See :class:`Form`."""
-        return functional.norm(*gradients)
-
-    def velocity_step_(self, velocities: Matrices, gradients: Matrices, momentum: float, scale: Tensor) -> None:
-        """See :class:`Form`."""
-        functional.velocity_step_(*velocities, *gradients, self.P, momentum=momentum, scale=scale)
-
-    def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
-        """See :class:`Form`; where rounding has left nothing of P in the direction of x, it gets back what it can have.
-
-        Else the rounding errors of thousands of steps with large inputs add up until P is indefinite.
-        """
-        k, x = self._mean_scale, self._x
-        square = torch.linalg.vecdot(x, x)
-        missing = (self._floor - self._excitation) / k
-        down = self._u * (k / (forgetting + self._excitation)).sqrt().unsqueeze(-1)
-        up = x * (missing.sqrt() / square).unsqueeze(-1)
-        worn = (missing > 0).unsqueeze(-1)
-        v, sign = torch.where(worn, up, down), torch.where(worn, -1.0, 1.0).to(x.dtype)
-        before = None
-        if gate is not None:
-            v = torch.where(gate, v, 0)
-            before = self.P.clone() if forgetting != 1 else None
-        functional.subtract_square_(self.P, v, sign)
-        if forgetting != 1:
-            functional.forget_(self.P, forgetting, limit)
-        if gate is not None and before is not None:
-            self.P.copy_(torch.where(gate, self.P, before))
-
     def reset_(self, p0: float) -> None:
         """See :class:`Form`."""
         self.P.zero_().diagonal(dim1=-2, dim2=-1).fill_(p0)
@@ -104,6 +61,60 @@ class Whole:
     def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
         """See :class:`Form`."""
         return {"P": functional.initial_inverse(self.P.new_empty(groups, inputs), p0)}
+
+
+class WholeStep:
+    """P of layers of one size in a step."""
+
+    def __init__(self, P: Tensor) -> None:
+        self.P = P
+
+    def look(self, means: Sequence[Tensor], mean_scale: float) -> Look:
+        """See :class:`InverseStep`."""
+        (x,) = means
+        self._x, self._mean_scale = x, mean_scale
+        self._u, excitation = functional.gain(self.P, x)
+        # A spoilt P shows in the excitation; the energy tells of the input alone then.
+        largest = self.P.diagonal(dim1=-2, dim2=-1).amax(-1).nan_to_num(nan=1.0, posinf=1.0)
+        energy = mean_scale * torch.linalg.vecdot(x, x) * largest
+        self._excitation = mean_scale * excitation
+        self._floor = _LEAST * self.P.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps * energy
+        rounded = self._excitation >= -4 * self._floor
+        found = torch.where(rounded, self._excitation.maximum(self._floor), self._excitation)
+        return Look(found, energy)
+
+    def meet(self, gradients: Sequence[Matrices]) -> Tensor:
+        """See :class:`InverseStep`."""
+        return functional.norm(*gradients[0])
+
+    def velocity_step_(
+        self, velocities: Sequence[Matrices], gradients: Sequence[Matrices], momentum: float, scale: Tensor
+    ) -> None:
+        """See :class:`InverseStep`."""
+        functional.velocity_step_(*velocities[0], *gradients[0], self.P, momentum=momentum, scale=scale)
+
+    def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
+        """See :class:`InverseStep`.
+
+        Where rounding has left nothing of P in the direction of x, it gets back what it can have: else the errors of
+        thousands of steps with large inputs add up until P is indefinite.
+        """
+        k, x = self._mean_scale, self._x
+        square = torch.linalg.vecdot(x, x)
+        missing = (self._floor - self._excitation) / k
+        down = self._u * (k / (forgetting + self._excitation)).sqrt().unsqueeze(-1)
+        up = x * (missing.sqrt() / square).unsqueeze(-1)
+        worn = (missing > 0).unsqueeze(-1)
+        v, sign = torch.where(worn, up, down), torch.where(worn, -1.0, 1.0).to(x.dtype)
+        before = None
+        if gate is not None:
+            v = torch.where(gate, v, 0)
+            before = self.P.clone() if forgetting != 1 else None
+        functional.subtract_square_(self.P, v, sign)
+        if forgetting != 1:
+            functional.forget_(self.P, forgetting, limit)
+        if gate is not None and before is not None:
+            self.P.copy_(torch.where(gate, self.P, before))
 
 
 def whole_entry(matrices: Sequence[Tensor]) -> InverseState:

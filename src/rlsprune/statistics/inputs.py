@@ -15,8 +15,8 @@ from rlsprune.distributed.ranks import Ranks
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.tensors import forget_compiled_code, full_precision
 from rlsprune.optim.compiled import enlist, exporting, noticed
-from rlsprune.optim.entries import RANK, form_of, initial_entry
-from rlsprune.optim.forms import Form
+from rlsprune.optim.entries import RANK, form_of, initial_entry, inverse_step
+from rlsprune.optim.forms import InverseState
 from rlsprune.optim.layers import Layer, mean_input
 from rlsprune.statistics.inverse import DenseInverse, Inverse, from_rows, inverses_of
 from rlsprune.statistics.rows import has_rows, sample_rows
@@ -175,19 +175,20 @@ class _MeanInverse:
         self.clear(0)
 
     def clear(self, seed: int) -> None:
-        self._form: Form | None = None
+        self._entry: InverseState | None = None
 
     def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
         x, _ = mean_input(layer, inputs, torch.promote_types(layer.weight.dtype, torch.float32))
-        if self._form is None or self._form.like.shape[::2] != x.shape:
-            self._form = form_of(initial_entry(x, self._p0, RANK))
-        self._form.look(x, self._mean_scale)
-        self._form.update_(1.0, self._p0, None)
+        if self._entry is None or form_of(self._entry).like.shape[::2] != x.shape:
+            self._entry = initial_entry(x, self._p0, RANK)
+        step = inverse_step([[self._entry]])
+        step.look([x], self._mean_scale)
+        step.update_(1.0, self._p0, None)
 
     def inverses(self, name: str) -> list[Inverse]:
-        if self._form is None:
+        if self._entry is None:
             raise RuntimeError(f"no input of layer {name!r} was seen: run a batch with the statistics in place")
-        return inverses_of(self._form)
+        return inverses_of(form_of(self._entry))
 
 
 class _Hook:
