@@ -12,12 +12,13 @@ from torch import nn
 
 import rlsprune
 from rlsprune.graph import find_groups, open_attention_of
+from rlsprune.graph.sites import find_sites
 from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.principal import turn_heads
-from zoo import ZOO, evaluate, remove, some_units, zeroed
+from zoo import ZOO, Conv1D, evaluate, remove, some_units, zeroed
 
-NAMES = ["vit-heads", "swin", "bert", "llama", "hybrid", "torch-attention", "torch-cross-attention"]
+NAMES = ["vit-heads", "swin", "bert", "gpt2", "llama", "hybrid", "torch-attention", "torch-cross-attention"]
 attentive = pytest.mark.parametrize("name", NAMES)
 
 
@@ -106,6 +107,32 @@ def test_shrinks_in_closed_form(name: str) -> None:
     assert small.chosen.params <= 0.8 * small.front[0].params
     error = (evaluate(model, x) - whole).square().mean() / whole.var(0).mean()
     assert error < 0.6, "the refit left little of what the network said"
+
+
+def test_gpt2_shrinks_as_the_same_network_of_linear_layers_does() -> None:
+    """Its `Conv1D` keeps the weight as (in, out), and calls `addmm` on rows without their batch."""
+
+    def linear(layer: nn.Module) -> nn.Linear:
+        made = nn.Linear(layer.nx, layer.nf)
+        made.weight, made.bias = nn.Parameter(layer.weight.detach().T.clone()), nn.Parameter(layer.bias.detach())
+        return made
+
+    torch.manual_seed(0)
+    model, x = ZOO["gpt2"].model().double(), ZOO["gpt2"].inputs(batch=64).double()
+    for layer in model.modules():
+        if isinstance(layer, Conv1D):
+            nn.init.normal_(layer.bias)
+    twin = copy.deepcopy(model)
+    for owner, name in ((twin.block.attention, "c_attn"), (twin.block.attention, "c_proj"), (twin.block, "fc1"),
+                        (twin.block, "fc2")):  # fmt: skip
+        setattr(owner, name, linear(getattr(owner, name)))
+    assert torch.allclose(model(x), twin(x))
+    found = [{(site.layer, site.sums) for site in find_sites(each, x).values()} for each in (model, twin)]
+    assert found[0] == found[1]
+    for each in (model, twin):
+        rlsprune.shrink(each, [x[:32], x[32:]], target={"params": 0.8})
+    assert sum(map(torch.numel, model.parameters())) == sum(map(torch.numel, twin.parameters()))
+    torch.testing.assert_close(evaluate(model, x), evaluate(twin, x), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("criterion", ["obs", "l1", "rls"])

@@ -24,6 +24,7 @@ import json
 import multiprocessing
 import re
 import resource
+import signal
 import time
 import traceback
 import warnings
@@ -40,7 +41,8 @@ RECORD = Path("docs/results/zoo")
 RATIO = 0.3
 Maker = Callable[[], tuple[nn.Module, Any]]
 """Makes a network and an example of its input."""
-SECONDS, GIGABYTES = 600, 8
+SECONDS, GIGABYTES = 150, 8
+"""Limits of one network: of processor time, and of memory."""
 # Words of names, the smallest networks first.
 _SMALL = (
     *("test", "atto", "femto", "pico", "xxsmall", "nano", "xxtiny", "xxt", "xxs", "xx", "xtiny", "xt", "xs", "minimal"),
@@ -262,17 +264,20 @@ def run(names: list[str], record: Path, part: tuple[int, int] = (0, 1)) -> None:
         # Forked, so that the libraries are imported once.
         process = multiprocessing.get_context("fork").Process(target=_record, args=(name, made[name], path))
         process.start()
-        process.join(SECONDS)
+        process.join(10 * SECONDS)
         if process.is_alive():
             process.kill()
-            _write(path, {"network": name, "unavailable": f"took more than {SECONDS} s"})
+            _write(path, {"network": name, "too_slow": f"still running after {10 * SECONDS} s"})
+        elif process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL) and not path.exists():
+            _write(path, {"network": name, "too_slow": f"more than {SECONDS} s of processor time"})
         elif not path.exists():
-            _write(path, {"network": name, "unavailable": f"ended with {process.exitcode}"})
+            _write(path, {"network": name, "foreign_error": f"the process ended with {process.exitcode}"})
         print(_line(json.loads(path.read_text())), flush=True)
 
 
 def _record(name: str, make: Maker, path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
     _write(path, measure(name, make))
 
 
@@ -282,7 +287,7 @@ def _write(path: Path, found: dict[str, Any]) -> None:
 
 def _line(found: dict[str, Any]) -> str:
     title = found["network"]
-    for kind in ("unavailable", "foreign_error", "own_error"):
+    for kind in ("unavailable", "too_slow", "foreign_error", "own_error"):
         if kind in found:
             return f"| {title} | {kind.replace('_', ' ')}: {found[kind][:150]} | | | | |"
     blocks = f"{100 * found['blocks_left']:.0f}" if found["blocks_left"] else "–"

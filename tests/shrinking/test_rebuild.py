@@ -32,7 +32,7 @@ REFITTED = (
         "inception",
         "mobilenet",
     ),
-    *("squeeze-excite", "unet", "group-norm", "prelu", "conv1d", "conv3d", "vit", "gated", "fnn"),
+    *("squeeze-excite", "unet", "group-norm", "prelu", "conv1d", "conv3d", "vit", "gated", "fnn", "gpt2"),
 )
 
 
@@ -59,7 +59,8 @@ def test_a_network_with_redundant_channels_is_reproduced_without_them(name: str)
     model = specimen.model().double().eval()
     example = specimen.inputs().double()
     graph = find_groups(model, example)
-    groups = [group for group in graph if not group.is_input and group.size > 2]
+    # Queries and keys read each other: no layer could make up for what they lose.
+    groups = [group for group in graph if not group.is_input and not group.products and group.size > 2]
     assert groups
     for group in groups:
         make_twin(group, 0, of=group.size - 1)

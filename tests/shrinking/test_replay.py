@@ -13,7 +13,7 @@ from rlsprune.graph.sites import find_sites
 from rlsprune.model.lanes import Lane
 from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.replay import Replay, closing
-from zoo import ZOO
+from zoo import ZOO, Conv1D
 
 
 def test_sites_know_norms_sums_and_clipping() -> None:
@@ -87,11 +87,12 @@ def test_changes_made_at_a_stop_count_from_there_on() -> None:
     torch.testing.assert_close(results, wanted)
 
 
-def test_padding_tokens_are_never_drawn() -> None:
+@pytest.mark.parametrize("layer", [nn.Linear(6, 3), Conv1D(3, 6)], ids=["linear", "conv1d"])
+def test_padding_tokens_are_never_drawn(layer: nn.Module) -> None:
     class Tokens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.layer = nn.Embedding(9, 6), nn.Linear(6, 3)
+            self.embed, self.layer = nn.Embedding(9, 6), layer
 
         def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
             return self.layer(self.embed(ids)) * attention_mask.unsqueeze(-1)

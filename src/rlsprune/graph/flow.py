@@ -180,7 +180,7 @@ class _Watch(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         product = product_of(func, args, kwargs)
-        if product is not None:
+        if product is not None and not product.turned:
             return self._layer(product.inputs, product.weight, result)
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]

@@ -15,13 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
+from rlsprune.model.calls import ExampleInputs, as_call, batch_size, output_tensors
 from rlsprune.model.product import product_of
 
 __all__ = ["Site", "find_sites", "is_sum", "layer_names", "norm_of"]
 
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
 _IN_PLACE = {Tensor.add_, Tensor.__iadd__}
+_VIEWS = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous}
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
@@ -62,14 +63,16 @@ class _Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     sums: bool
+    keeps_rows: bool
     layer: str | None = None
+    linear: bool = False
     norm: str | None = None
     size: int = 0
 
 
 def find_sites(model: nn.Module, example_inputs: ExampleInputs) -> dict[tuple[str, int], Site]:
     """Runs the network once, in the mode it is in, and finds what follows each call of a layer, in call order."""
-    trace = _Trace(model)
+    trace = _Trace(model, batch_size(example_inputs))
     args, kwargs = as_call(example_inputs)
     with torch.no_grad(), trace:
         output = model(*args, **kwargs)
@@ -133,6 +136,11 @@ def is_sum(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     )
 
 
+def keeps_rows(function: Callable[..., Any], args: tuple[Any, ...], result: object) -> bool:
+    """Whether the rows of a linear layer's output are only put into another shape."""
+    return function in _VIEWS and isinstance(result, Tensor) and args[0].shape[-1:] == result.shape[-1:]
+
+
 def add_as(function: Callable[..., Any], target: Tensor, result: Tensor) -> Tensor:
     """What a sum gives: the result, written to the first summand where the function works in place."""
     return target.copy_(result) if function in _IN_PLACE else result
@@ -151,8 +159,9 @@ def _tied(model: nn.Module) -> set[str]:
 class _Trace(TorchFunctionMode):
     """Puts down what every function reads and makes. A tensor that is changed in place is a new node."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, batch: int) -> None:
         super().__init__()
+        self._batch = max(batch, 1)
         self.operations: list[_Operation] = []
         self.readers: dict[int, list[_Operation | None]] = {}
         """Node → the operations that read it; None for the network's caller."""
@@ -193,12 +202,11 @@ class _Trace(TorchFunctionMode):
         if not made:
             return result
         nodes = [self._renew(tensor) for tensor in made]
-        operation = _Operation(func, reads, nodes[0], args, kwargs, summing)
+        operation = _Operation(func, reads, nodes[0], args, kwargs, summing, keeps_rows(func, args, made[0]))
         product = product_of(func, args, kwargs)
         if product is not None and id(product.weight) in self._layers:
-            operation.layer = self._layers[id(product.weight)]
-            entries = product.inputs.numel() + made[0].numel()
-            operation.size = entries // (max(product.spatial[0], 1) if product.spatial else 1)
+            operation.layer, operation.linear = self._layers[id(product.weight)], not product.dims
+            operation.size = (product.inputs.numel() + made[0].numel()) // self._batch
         if func is F.batch_norm and not _argument(args, kwargs, 5, "training", False):
             operation.norm = self._norms.get(id(_argument(args, kwargs, 1, "running_mean", None)))
         self.operations.append(operation)
@@ -210,9 +218,12 @@ class _Trace(TorchFunctionMode):
 def _follow(trace: _Trace, operation: _Operation, call: int, shared: bool) -> tuple[Site, _Operation | None]:
     """The site of a layer's call, and the sum that its output goes into."""
     assert operation.layer is not None
-    node, norms, adding = operation.makes, [], None
+    node, adding, reshaped = operation.makes, None, False
+    norms: list[str] = []
     while (reader := _only_reader(trace, node)) is not None and reader.reads[0] == node:
-        if reader.norm is not None:
+        if operation.linear and reader.keeps_rows and not norms:
+            reshaped = True
+        elif reader.norm is not None and not reshaped:
             norms.append(reader.norm)
         elif reader.function not in DROPOUTS or _argument(reader.args, reader.kwargs, 2, "training", True):
             break

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rlsprune.model.calls import ExampleInputs, unwrap
 from rlsprune.model.modes import inference, plain_attention
+from rlsprune.model.sizes import is_transposed_linear
 
 __all__ = ["count", "flops_per_weight", "parameter_count", "weight_count", "weight_names"]
 
@@ -36,11 +37,12 @@ def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[st
     total = 0
     for name, module in unwrap(model).named_modules():
         flops = sum(counts.get(f"{root}.{name}" if name else root, {}).values())
-        if isinstance(module, nn.Linear | _ConvNd) and flops:
-            if module._parameters.get("weight") is None:
+        if flops and (isinstance(module, nn.Linear | _ConvNd) or is_transposed_linear(module)):
+            weight = module._parameters.get("weight")
+            if weight is None:
                 return None  # it is computed from other parameters
-            rates[name] = flops // module.weight.numel()
-            total += rates[name] * module.weight.numel()
+            rates[name] = flops // weight.numel()
+            total += rates[name] * weight.numel()
     return rates if total == sum(counts["Global"].values()) else None
 
 
@@ -103,7 +105,8 @@ def weight_count(model: nn.Module) -> int:
 
 def weight_names(module: nn.Module) -> list[str]:
     """The names of a module's own weights: matrices, kernels and tables, no biases and no scales."""
-    if isinstance(module, nn.Linear | _ConvNd | nn.Bilinear | nn.Embedding | nn.EmbeddingBag):
+    known = nn.Linear | _ConvNd | nn.Bilinear | nn.Embedding | nn.EmbeddingBag
+    if isinstance(module, known) or is_transposed_linear(module):
         return ["weight"]
     if isinstance(module, nn.MultiheadAttention):
         return ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]

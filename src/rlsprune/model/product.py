@@ -18,6 +18,7 @@ _TRANSPOSED: dict[Callable[..., Any], int] = {
     torch.conv_transpose2d: 2,
     torch.conv_transpose3d: 3,
 }
+_BIASED = {torch.addmm, Tensor.addmm}
 _CONVOLUTIONS: dict[Callable[..., Any], int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 
 
@@ -38,10 +39,14 @@ class Product:
     groups: int = 1
     stuffing: tuple[int, ...] = ()
     """The stride of a transposed convolution: it is an ordinary one over the input with zeros between the pixels."""
+    turned: bool = False
+    """Whether the weight is (inputs, outputs), as in the ``Conv1D`` of transformers."""
 
     @property
     def width(self) -> int:
         """Inputs of one group: columns of the matrix."""
+        if self.turned:
+            return len(self.weight)
         if self.stuffing:
             return len(self.weight) // self.groups * math.prod(self.weight.shape[2:])
         return self.weight[0].numel()
@@ -50,6 +55,8 @@ class Product:
     def matrix(self) -> Tensor:
         """The weight as a matrix, ``(groups, width, outputs of a group)``."""
         weight = self.weight.detach()
+        if self.turned:
+            return weight.unsqueeze(0)
         if not self.stuffing:
             return weight.reshape(self.groups, len(weight) // self.groups, -1).mT
         by_group = weight.reshape(self.groups, -1, *weight.shape[1:]).flip(list(range(3, 3 + self.dims)))
@@ -57,6 +64,8 @@ class Product:
 
     def weight_of(self, matrix: Tensor) -> Tensor:
         """The inverse of `matrix`."""
+        if self.turned:
+            return matrix.squeeze(0)
         if not self.stuffing:
             return matrix.mT.reshape(self.weight.shape)
         inputs, kernel = len(self.weight) // self.groups, self.weight.shape[2:]
@@ -86,6 +95,12 @@ class Product:
     def places(self) -> int:
         """How many rows the matrix has."""
         return math.prod(self.spatial)
+
+    def counted(self, padding: Tensor | None) -> Tensor | None:
+        """Whether each row counts by a mask of tokens; None if the rows are no tokens."""
+        if padding is None or self.spatial not in (tuple(padding.shape), (padding.numel(),)):
+            return None
+        return padding.flatten().bool()
 
     def rows(self, where: Tensor) -> Tensor:
         """The rows of these places: ``(groups, len(where), width)``."""
@@ -119,10 +134,13 @@ class Product:
 
 
 def product_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
-    """The call of a linear or convolution function; None for any other function."""
+    """The call of a linear or convolution function, or of ``addmm``; None for any other function."""
     if function is F.linear:
         inputs, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
         return Product(inputs, weight, bias)
+    if function in _BIASED and kwargs.keys().isdisjoint(("alpha", "beta", "out")):
+        bias, inputs, weight = _bound(("input", "mat1", "mat2"), args, kwargs)
+        return Product(inputs, weight, bias, turned=True)
     if function in _TRANSPOSED:
         return _transposed(_TRANSPOSED[function], args, kwargs)
     dims = _CONVOLUTIONS.get(function)

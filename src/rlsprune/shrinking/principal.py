@@ -82,10 +82,10 @@ class _MomentsWatch(TorchFunctionMode):
         if product is not None and not product.dims:
             for wanted in self._wanted.get(id(product.weight), ()):
                 values = result if wanted.made else product.inputs
-                values = values[..., wanted.index.to(values.device)]
-                if self._padding is not None and self._padding.shape == values.shape[:-2]:
-                    values = values[self._padding.bool()]
-                wanted.moments.add(values.reshape(-1, *wanted.index.shape))
+                values = values.reshape(-1, values.shape[-1])
+                counted = product.counted(self._padding)
+                values = values if counted is None else values[counted]
+                wanted.moments.add(values[:, wanted.index.to(values.device)])
         return result
 
 
@@ -202,14 +202,16 @@ def _turn_values(group: Group, covariance: Tensor) -> bool:
     """``v R``, and the columns that read them by ``R⁻ᵀ``, ordered by what they add to the output."""
     reader = group.consumers[0]
     values = [member for member in group.producers if member.index.shape[1] and _is_value(member, group)]
-    if len(values) != 1 or not isinstance(reader.module, nn.Linear):
+    slabs = axis_of(reader.module, "in").slabs
+    if len(values) != 1 or len(slabs) != 1:
         return False
     assert group.attention is not None
     columns = reader.index.T  # (query heads, dims)
     channels = group.attention.values.index  # (heads, dims)
     each = len(columns) // len(channels)
-    weight = reader.module.weight
-    by_head = exact(weight.detach())[:, columns].movedim(1, 0)  # (query heads, outputs, dims)
+    weight = reader.module._parameters[slabs[0].tensor]
+    assert weight is not None
+    by_head = exact(weight.detach()).movedim(slabs[0].dim, 1)[:, columns].movedim(1, 0)  # (query heads, outputs, dims)
     # Columns of one unit come in order, so those of the queries that share a value lie together.
     places = torch.arange(len(columns)) // each
     shape = (len(channels), *covariance.shape[1:])
@@ -226,9 +228,9 @@ def _turn_values(group: Group, covariance: Tensor) -> bool:
     R = torch.linalg.solve_triangular(left.mT, U * root[:, None, :], upper=True)
     inverse = (left @ U) / root[:, None, :]  # R⁻ᵀ
     _map_rows(group.attention.values, channels, R)
-    fresh = exact(weight.detach()).clone()
+    fresh = exact(weight.detach()).movedim(slabs[0].dim, 1).clone()
     fresh[:, columns.flatten()] = (by_head @ inverse[places].to(by_head)).movedim(0, 1).flatten(1)
-    replace_data(weight, fresh.to(weight))
+    replace_data(weight, fresh.movedim(1, slabs[0].dim).contiguous().to(weight))
     return True
 
 

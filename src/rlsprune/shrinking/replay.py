@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from rlsprune.graph.sites import DROPOUTS, Site, add_as, is_sum, layer_names
+from rlsprune.graph.sites import DROPOUTS, Site, add_as, is_sum, keeps_rows, layer_names
 from rlsprune.model.calls import ExampleInputs, as_call
 from rlsprune.model.lanes import Lane
 from rlsprune.model.product import Product, product_of
@@ -39,9 +39,8 @@ class Stop:
 
     def places(self) -> Tensor | None:
         """Places of the output that count; None for all."""
-        if self.padding is None or self.padding.shape != self.product.spatial:
-            return None
-        return self.padding.flatten().nonzero().flatten().cpu()
+        counted = self.product.counted(self.padding)
+        return None if counted is None else counted.nonzero().flatten().cpu()
 
 
 class Replay:
@@ -170,9 +169,10 @@ class _Forward(TorchFunctionMode):
         return output
 
     def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pending: _Pending) -> Any:
-        """A batch norm or dropout between the layer and the sum."""
+        """A batch norm, a dropout or another shape between the layer and the sum."""
         result = self._run(func, args, kwargs)
-        if isinstance(result, Tensor) and (func is F.batch_norm or result is args[0] or func in DROPOUTS):
+        carries = func is F.batch_norm or func in DROPOUTS or keeps_rows(func, args, result)
+        if isinstance(result, Tensor) and (carries or result is args[0]):
             pending.calls.append(lambda value: self._run(func, (value, *args[1:]), kwargs))
             self._open[id(result)] = (result, pending)
         return result
