@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,20 @@ from rlsprune.graph.sites import find_sites
 from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.principal import turn_heads
-from zoo import ZOO, Conv1D, evaluate, remove, some_units, zeroed
+from zoo import ZOO, BiasedAttention, Conv1D, evaluate, remove, some_units, zeroed
 
-NAMES = ["vit-heads", "swin", "bert", "gpt2", "llama", "hybrid", "torch-attention", "torch-cross-attention"]
+NAMES = [
+    "vit-heads",
+    "beit",
+    "dividing-attention",
+    "swin",
+    "bert",
+    "gpt2",
+    "llama",
+    "hybrid",
+    "torch-attention",
+    "torch-cross-attention",
+]
 attentive = pytest.mark.parametrize("name", NAMES)
 
 
@@ -42,7 +54,14 @@ def test_comes_back_from_a_file_and_from_a_copy(name: str, tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("name", ["swin", "llama", "torch-attention"])
+def test_a_fitted_attention_is_pickled_as_the_class_it_was() -> None:
+    model, x = pruned("beit")
+    again = pickle.loads(pickle.dumps(model))
+    assert isinstance(again.block.attention, BiasedAttention)
+    assert torch.equal(evaluate(again, x), evaluate(model, x))
+
+
+@pytest.mark.parametrize("name", ["swin", "llama", "beit", "torch-attention"])
 def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model, x = pruned(name)
@@ -75,7 +94,7 @@ def test_turned_heads_say_the_same(name: str) -> None:
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     found = turn_heads(model, graph.groups, Calibration([x], [len(x)]))
     assert set(found) <= set(inside)
-    assert found or name in ("llama", "hybrid")
+    assert found or name in ("llama", "hybrid", "beit")
     torch.testing.assert_close(evaluate(model, x), before, rtol=1e-3, atol=1e-3)
     assert bool(found) == any(not torch.equal(weights[key], value) for key, value in model.state_dict().items())
 

@@ -356,6 +356,40 @@ class FusedAttention(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, self.num_heads * self.head_dim))
 
 
+class BiasedAttention(nn.Module):
+    """As timm has BEiT: biases by themselves, that of the keys no parameter; heads as wide together as the input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
+        self.register_buffer("k_bias", torch.zeros(width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
+        qkv = functional.linear(x, self.qkv.weight, bias).reshape(batch, tokens, 3, self.num_heads, -1)
+        x = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class DividingAttention(nn.Module):
+    """As many vision transformers have it: a head is as wide as the input divided by the number of heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.scale = heads, (width // heads) ** -0.5
+        self.q, self.kv, self.proj = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        query = self.q(x).reshape(batch, tokens, self.num_heads, width // self.num_heads).permute(0, 2, 1, 3)
+        key, value = self.kv(x).view(batch, tokens, 2, self.num_heads, width // self.num_heads).permute(2, 0, 3, 1, 4)
+        weights = (query @ key.transpose(-2, -1) * self.scale).softmax(-1)
+        return self.proj((weights @ value).transpose(1, 2).reshape(batch, tokens, width))
+
+
 class WindowAttention(nn.Module):
     """Attention in windows, with a table of positions that has a column for each head."""
 
@@ -699,6 +733,18 @@ ZOO: dict[str, Specimen] = {
         {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
         ("patch", "head"),
     ),
+    "beit": Specimen(
+        lambda: Patches(12, BiasedAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "dividing-attention": Specimen(
+        lambda: Patches(12, DividingAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
     "swin": Specimen(
         lambda: Patches(12, WindowAttention(12, 3, 4)),
         _IMAGE,
@@ -773,7 +819,7 @@ def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[Non
     for group, units in chosen:
         for member in group.consumers if group.attention is not None else ():
             _zero(member, units)  # by its weights: torch's attention does not call its output projection
-        for member, _ in group.products:
+        for member in [query for query, _ in group.products] + [m for m in group.carriers if group.products]:
             _zero(member, units)
         for member in group.consumers if group.attention is None else ():
             columns = member.index[units].flatten()
@@ -795,7 +841,11 @@ def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[Non
 
 
 def _zero(member: Member, units: Tensor) -> None:
-    """Zeroes the weights, and biases, of some units on one side of a layer."""
+    """Zeroes the weights, and biases, of some units on one side of a layer, or of a parameter by itself."""
+    if member.dim is not None:
+        tensor = getattr(member.module, member.name.rpartition(".")[2])
+        tensor.data = tensor.data.index_fill(member.dim, member.index[units].flatten(), 0)
+        return
     for slab in axis_of(member.module, member.side).slabs:
         tensor = getattr(member.module, slab.tensor, None)
         if tensor is not None:

@@ -63,12 +63,13 @@ def test_two_compensated_events_and_training_in_between(name: str, optimizer_nam
                 assert not torch.equal(p, old), key
         if isinstance(optimizer, rlsprune.RLS):
             assert all(health.healthy for health in optimizer.check().values())
-            assert_p_fits(model, optimizer)
+            # BEiT uses the weight of this layer without calling it.
+            assert_p_fits(model, optimizer, besides="block.attention.qkv" if name == "beit" else None)
 
 
-def assert_p_fits(model: nn.Module, optimizer: rlsprune.RLS) -> None:
+def assert_p_fits(model: nn.Module, optimizer: rlsprune.RLS, besides: str | None = None) -> None:
     for group in optimizer.param_groups:
-        if group["preconditioned"]:
+        if group["preconditioned"] and group["name"] != besides:
             layer = model.get_submodule(group["name"])
             assert is_layer(layer)
             size = layer.weight[0].numel() + (layer.bias is not None)

@@ -34,6 +34,8 @@ class Candidate:
     """One dimension of the values of each head."""
     outer: tuple[HeadSize, ...] = ()
     """Attributes that may be the width of all heads, or that of the attention's input."""
+    home: str | None = None
+    """The module that computes it, if that knows how many heads it has."""
 
     @property
     def dims(self) -> Group | None:
@@ -42,7 +44,8 @@ class Candidate:
             return None
         name = f"{self.attention.name}[dims]"
         producers = _merged([*self.keys.producers, *self.values.producers])
-        return replace(self.values, name=name, producers=producers, products=self.keys.products)
+        carriers = _merged([*self.keys.carriers, *self.values.carriers])
+        return replace(self.values, name=name, producers=producers, carriers=carriers, products=self.keys.products)
 
     def with_attention(self, **changes: object) -> Candidate:
         """The same with other attributes to keep true, or another scale."""
@@ -115,9 +118,11 @@ class _Maker:
         if len({len(head) for head in values}) > 1:
             values = [sorted(family.values)]  # not the same of each head: they are not told apart
         attention = Attention(family.name, self._heads(queries), self._heads(keys), self._heads(values), ())
+        biases = {family.flow.slots[slot].axis for head in queries for own in head for slot in self._biases(own)}
+        attention = replace(attention, biases=tuple(self._member(axis, self._all(axis)) for axis in sorted(biases)))
         inner, outer = family.sizes(attention.counts({}))
         attention = replace(attention, sizes=inner)
-        result = Candidate(attention, family.kind(), None, None, None, None, outer)
+        result = Candidate(attention, family.kind(), None, None, None, None, outer, family.home())
         if len(whole) > 1 and _alike(whole):
             result.heads = self._group("heads", whole, attention, 0)
         rows = family.units(without=family.values.union(*keys))
@@ -133,6 +138,21 @@ class _Maker:
         slots = self.family.flow.slots
         return self._member(slots[heads[0][0]].axis, [[slots[slot].channel for slot in head] for head in heads])
 
+    def _biases(self, slot: int) -> list[int]:
+        """Slots of lone parameters that are added to a channel of a layer."""
+        return self.family.flow.biases.get(slot, [])
+
+    def _all(self, axis: Axis) -> list[list[int]]:
+        """All entries of a lone parameter."""
+        module, dim = self.family.flow.lone[axis]
+        tensor = {**module._buffers, **module._parameters}[axis[0].rpartition(".")[2]]
+        return [[entry] for entry in range(0 if tensor is None else tensor.shape[dim])]
+
+    def _parts(self, slot: int) -> list[tuple[Axis, list[int]]]:
+        """A channel of a layer, and what is added to it."""
+        slots = self.family.flow.slots
+        return [(slots[own].axis, [slots[own].channel]) for own in (slot, *self._biases(slot))]
+
     def _is_in(self, slot: int, unit: HeadUnit) -> bool:
         own = self.family.flow.slots[slot]
         return own.channel in unit.get(own.axis, ())
@@ -146,16 +166,19 @@ class _Maker:
         left = [[slots[pair[0]].channel for pair in met] for met in zip(*ordered, strict=True)]
         right = [[slots[pair[1]].channel for pair in met] for met in zip(*ordered, strict=True)]
         product = (self._member(query, left), self._member(key, right))
-        units = [_unit([(query, own), (key, other)]) for own, other in zip(left, right, strict=True)]
+        units = [
+            _unit(part for pair in met for slot in pair for part in self._parts(slot))
+            for met in zip(*ordered, strict=True)
+        ]
         group = self._group("keys", units, attention, 2)
         return replace(group, products=(product,))
 
     def _values(self, heads: Sequence[Sequence[int]], attention: Attention) -> Group | None:
-        slots, labels = self.family.flow.slots, self.family.flow.labels
+        labels = self.family.flow.labels
         place = {slot: rank for head in heads for rank, slot in enumerate(head)}
         parts: list[list[tuple[Axis, list[int]]]] = [[] for _ in heads[0]]
         for slot, rank in place.items():
-            parts[rank].append((slots[slot].axis, [slots[slot].channel]))
+            parts[rank] += self._parts(slot)
         for axis, numbers in self.family.readers.items():
             for channel, number in enumerate(numbers):
                 read = labels[number].direct & self.family.values

@@ -88,8 +88,8 @@ def _channels(member: Member) -> int:
 
 
 def _lone_parameter(member: Member) -> Tensor:
-    """The parameter that stands by itself."""
-    parameter = member.module._parameters[member.name.rpartition(".")[2]]
+    """The parameter, or buffer, that stands by itself."""
+    parameter = {**member.module._buffers, **member.module._parameters}[member.name.rpartition(".")[2]]
     assert parameter is not None
     return parameter
 

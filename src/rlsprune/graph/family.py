@@ -151,10 +151,21 @@ class Family:
         """Alike for attentions that the same code computes."""
         return tuple(sorted({type(self.modules[name]).__qualname__ for name in self._around()}))
 
+    def home(self) -> str | None:
+        """The innermost module that the attention is computed in, if it knows how many heads it has."""
+        name = _common(self._layers())
+        module = self.modules.get(name)
+        known = module is not None and not isinstance(module, nn.MultiheadAttention) and head_sizes(module)
+        return name if known else None
+
+    def _layers(self) -> set[str]:
+        """Names of the layers that make queries and keys, and that read heads."""
+        slots = [slot for one in self.scores for slot in (one.left[0], one.right[0])]
+        return {self.flow.slots[slot].axis[0] for slot in slots} | {axis[0] for axis in self.readers}
+
     def _around(self) -> list[str]:
         """Names of the modules that the attention is computed in."""
-        slots = [slot for one in self.scores for slot in (one.left[0], one.right[0])]
-        layers = {self.flow.slots[slot].axis[0] for slot in slots} | {axis[0] for axis in self.readers}
+        layers = self._layers()
         top = _common(layers)
         found = {
             name

@@ -84,6 +84,8 @@ class Flow:
     reads: dict[Axis, list[int]]
     """The inputs of a layer → the label of each."""
     contractions: list[Contraction]
+    biases: dict[int, list[int]]
+    """Slot of a layer's output → slots of lone parameters that are its bias."""
 
 
 def follow_channels(model: nn.Module, call: Call) -> Flow:
@@ -94,7 +96,8 @@ def follow_channels(model: nn.Module, call: Call) -> Flow:
             model(*call.args, **call.kwargs)
     except Exception:
         watch.contractions.clear()
-    return Flow(watch.labels, watch.slots, watch.lone, watch.reads, list(dict.fromkeys(watch.contractions)))
+    contractions = list(dict.fromkeys(watch.contractions))
+    return Flow(watch.labels, watch.slots, watch.lone, watch.reads, contractions, watch.biases)
 
 
 class _Watch(TorchFunctionMode):
@@ -103,11 +106,12 @@ class _Watch(TorchFunctionMode):
         self.labels, self.slots, self.lone = LabelSets(), list[Slot](), dict[Axis, tuple[nn.Module, int]]()
         self.reads: dict[Axis, list[int]] = {}
         self.contractions: list[Contraction] = []
+        self.biases: dict[int, list[int]] = {}
         self._starts: dict[Axis, int] = {}
         self._owners = {
             id(parameter): (name, module, own)
             for name, module in model.named_modules()
-            for own, parameter in module._parameters.items()
+            for own, parameter in (*module._parameters.items(), *_beside_parameters(module))
             if parameter is not None
         }
         # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
@@ -181,7 +185,7 @@ class _Watch(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         product = product_of(func, args, kwargs)
         if product is not None and not product.turned:
-            return self._layer(product.inputs, product.weight, result)
+            return self._layer(product.inputs, product.weight, product.bias, result)
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             return self._of(weight)[0].expand(result.shape)
@@ -223,7 +227,7 @@ class _Watch(TorchFunctionMode):
 
     # --- layers and products ------------------------------------------------------------------------------------------
 
-    def _layer(self, inputs: Tensor, weight: Tensor, result: Tensor) -> Tensor | None:
+    def _layer(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor | None:
         """A linear layer or a convolution: reads the labels of its inputs, gives its outputs those of its weight."""
         name, module, own = self._owners.get(id(weight), ("", None, ""))
         if module is not None and own == "weight" and "in" in sides(module):
@@ -232,6 +236,10 @@ class _Watch(TorchFunctionMode):
         if isinstance(module, _ConvNd) and module.transposed:
             return None
         made = self._of(weight).flatten(1)[:, 0]
+        if bias is not None and self._followed(bias):
+            for own, added in zip(made.tolist(), self._of(bias).tolist(), strict=True):
+                self.biases |= dict.fromkeys(self.labels[own].direct, sorted(self.labels[added].direct))
+            made = self.labels.elementwise(made, self._of(bias))
         return made.view(-1, *[1] * (weight.dim() - 2)).expand(result.shape)
 
     def _read(self, axis: Axis, labels: Tensor) -> None:
@@ -271,12 +279,9 @@ class _Watch(TorchFunctionMode):
         queries, keys = [self.labels[number] for number in head[::2]], [self.labels[number] for number in head[1::2]]
         left, right = self._layers_of(queries), self._layers_of(keys)
         rest = frozenset[int]().union(*(label.scores for label in queries + keys))
-        alone = all(len(label.direct) == 1 and not label.scores for label in queries + keys)
-        pairs = (
-            tuple((next(iter(q.direct)), next(iter(k.direct))) for q, k in zip(queries, keys, strict=True))
-            if alone
-            else None
-        )
+        own = [(self._layers_of([q]), self._layers_of([k])) for q, k in zip(queries, keys, strict=True)]
+        alone = not rest and all(len(q) == len(k) == 1 for q, k in own)
+        pairs = tuple((q[0], k[0]) for q, k in own) if alone else None
         if left and right:
             self.contractions.append(Contraction(tuple(left), tuple(right), pairs))
         return self.labels.of((), rest.union(*(label.direct for label in queries + keys)))
@@ -305,6 +310,16 @@ class _Watch(TorchFunctionMode):
         if attn_mask is not None and attn_mask.is_floating_point():
             scores = self.labels.elementwise(scores, self._of(attn_mask))
         return self._matrix_product(self._mixed(scores, [-1]).expand(scores.shape), values)
+
+
+def _beside_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Vectors that are no parameters but stand beside some of their length, as the bias of BEiT's keys does."""
+    lengths = {len(own) for own in module._parameters.values() if own is not None and own.dim() == 1}
+    return [
+        (name, buffer)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and buffer.dim() == 1 and len(buffer) in lengths
+    ]
 
 
 def _head_dim(parameter: Tensor, module: nn.Module) -> int:

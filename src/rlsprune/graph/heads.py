@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlsprune.graph.layers import axis_of, join
 from rlsprune.graph.members import Axis, Member
+from rlsprune.model.sizes import FITTED
 
 __all__ = ["Attention", "HeadSize"]
 
@@ -38,6 +39,10 @@ class Attention:
     sizes: tuple[HeadSize, ...]
     rescaled: bool = False
     """Whether the scores are divided by the root of the width that is left: then queries are scaled to undo that."""
+    fitted: str | None = None
+    """The module whose code writes the width of its input where that of its heads stands."""
+    biases: tuple[Member, ...] = ()
+    """Parameters by themselves that are added to the queries: entries in the order of theirs."""
 
     def counts(self, stay: Mapping[Axis, Tensor]) -> dict[str, int]:
         """Sizes of what stays."""
@@ -61,6 +66,8 @@ class Attention:
         found: dict[str, dict[str, int]] = {}
         for size in self.sizes:
             found.setdefault(size.module, {})[size.attribute] = counts[size.role]
+        if self.fitted is not None:
+            found.setdefault(self.fitted, {})[FITTED] = 1
         return found
 
     def factors(self, stay: Mapping[Axis, Tensor]) -> dict[str, tuple[int, Tensor]]:
@@ -72,11 +79,15 @@ class Attention:
         scale = torch.ones(len(kept), dtype=torch.float64)
         scale[member.index.flatten()] = math.sqrt(left / width)
         tensors = member.module._parameters
-        return {
+        found = {
             join(member.name, slab.tensor): (slab.dim, scale[kept])
             for slab in axis_of(member.module, member.side).slabs
             if tensors.get(slab.tensor) is not None
         }
+        for bias in self.biases:
+            assert bias.dim is not None
+            found[bias.name] = (bias.dim, torch.full((int(stay[bias.axis].sum()),), math.sqrt(left / width)))
+        return found
 
     def renumbered(self, stay: Mapping[Axis, Tensor]) -> Attention:
         """After that."""
@@ -84,7 +95,13 @@ class Attention:
 
     def each_member(self, change: Callable[[Member], Member]) -> Attention:
         """With other queries, keys and values."""
-        return replace(self, queries=change(self.queries), keys=change(self.keys), values=change(self.values))
+        return replace(
+            self,
+            queries=change(self.queries),
+            keys=change(self.keys),
+            values=change(self.values),
+            biases=tuple(map(change, self.biases)),
+        )
 
 
 def renumbered(member: Member, stay: Mapping[Axis, Tensor]) -> Member:

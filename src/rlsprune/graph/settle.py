@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rlsprune.graph.attention import Candidate
@@ -9,6 +10,8 @@ from rlsprune.graph.groups import Group
 from rlsprune.graph.verify import CutTrial
 
 __all__ = ["settle_attention"]
+
+_INSIDE = {"keys", "values", "dims"}
 
 
 def settle_attention(candidates: Sequence[Candidate], trial: CutTrial) -> tuple[list[Group], dict[str, str]]:
@@ -33,39 +36,41 @@ class _Choice:
     """What was found out about one attention, for all that are alike."""
 
     def __init__(self, candidate: Candidate, trial: CutTrial) -> None:
-        self._outer = self._rescaled = False
+        self._fitted = self._outer = self._rescaled = False
         self._parts: list[str] = []
         self._failed: dict[str, str] = {}
-        for part in ("heads", "queries"):
-            self._try(candidate, part, trial)
-        for part in ("keys", "values"):
-            self._try(candidate, part, trial)
-        if not {"keys", "values"} <= set(self._parts) and candidate.dims is not None:
-            separate = [part for part in ("keys", "values") if part in self._parts]
-            self._try(candidate, "dims", trial)
-            if "dims" in self._parts:
-                self._parts = [part for part in self._parts if part not in separate]
+        self._try_all(candidate, trial, fitted=False)
+        stay = candidate.heads is not None and "heads" not in self._parts
+        if stay or (candidate.keys is not None and not _INSIDE & set(self._parts)):
+            self._try_all(candidate, trial, fitted=candidate.home is not None)
 
-    def _try(self, candidate: Candidate, part: str, trial: CutTrial) -> None:
+    def _try_all(self, candidate: Candidate, trial: CutTrial, fitted: bool) -> None:
+        for part in ("heads", "queries", "keys", "values"):
+            self._try(candidate, part, trial, fitted)
+        if not {"keys", "values"} <= set(self._parts):
+            self._try(candidate, "dims", trial, fitted)
+            if "dims" in self._parts:
+                self._parts = [part for part in self._parts if part not in ("keys", "values")]
+
+    def _try(self, candidate: Candidate, part: str, trial: CutTrial, fitted: bool) -> None:
         """Tries to do without a unit, with the attributes that may have to change and the scale as it may be."""
-        if getattr(candidate, part) is None:
+        if part in self._parts or getattr(candidate, part) is None or (part in _INSIDE and "dims" in self._parts):
             return
         outer = (self._outer, True) if candidate.outer and not self._outer else (self._outer,)
         scaled = (False, True) if part in ("keys", "dims") and not self._rescaled else (self._rescaled,)
-        why = None
-        for choice in [(own, scale) for own in outer for scale in scaled]:
+        for choice in itertools.product((fitted,), outer, scaled):
             fault = trial.fault([getattr(_with(candidate, *choice), part)], 0.0)
             if fault is None:
-                self._outer, self._rescaled = choice
+                self._fitted |= fitted
+                _, self._outer, self._rescaled = choice
                 self._parts.append(part)
+                self._failed.pop(part, None)
                 return
-            why = why or fault.why
-        assert why is not None
-        self._failed[part] = why
+            self._failed.setdefault(part, fault.why)
 
     def of(self, candidate: Candidate) -> tuple[list[Group], dict[str, str]]:
         """Groups, and name → reason, of an attention."""
-        candidate = _with(candidate, self._outer, self._rescaled)
+        candidate = _with(candidate, self._fitted, self._outer, self._rescaled)
         groups = [group for part in self._parts if (group := getattr(candidate, part)) is not None]
         parts = (
             self._failed
@@ -75,6 +80,6 @@ class _Choice:
         return groups, {f"{candidate.attention.name}[{part}]": why for part, why in parts.items()}
 
 
-def _with(candidate: Candidate, outer: bool, rescaled: bool) -> Candidate:
+def _with(candidate: Candidate, fitted: bool, outer: bool, rescaled: bool) -> Candidate:
     sizes = candidate.attention.sizes + (candidate.outer if outer else ())
-    return candidate.with_attention(sizes=sizes, rescaled=rescaled)
+    return candidate.with_attention(sizes=sizes, rescaled=rescaled, fitted=candidate.home if fitted else None)

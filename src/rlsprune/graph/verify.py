@@ -23,6 +23,7 @@ from rlsprune.graph.layers import axis_of
 from rlsprune.graph.observe import Call, hooked
 from rlsprune.model.calls import output_tensors
 from rlsprune.model.interrupts import stop_if_interrupted
+from rlsprune.model.sizes import write_sizes
 from rlsprune.model.tensors import complement
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -222,6 +223,10 @@ class CutTrial:
     def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
         """Tensors with queries zeroed that are read by keys alone."""
         state: dict[str, Tensor] = {}
+        for member, units in [(m, units) for g, units in chosen if g.products for m in g.carriers]:
+            if member.dim is not None:
+                name = self.places[member.name]
+                state[name] = self.state[name].index_fill(member.dim, member.index[units].flatten(), 0)
         zeroed = [(member, member.index[units].flatten()) for group, units in chosen for member, _ in group.products]
         for member, channels in zeroed:
             for slab in axis_of(member.module, member.side).slabs:
@@ -320,18 +325,18 @@ def _channel_dim(module: nn.Module) -> int:
 
 @contextmanager
 def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iterator[None]:
-    before = [
-        (module, name, getattr(module, name), value)
-        for module, values in ((model.get_submodule(key), values) for key, values in attributes.items())
-        for name, value in values.items()
-    ]
+    changed = [(model.get_submodule(name), values) for name, values in attributes.items()]
+    before = [(module, type(module), {name: vars(module)[name] for name in values if name in vars(module)})
+              for module, values in changed]  # fmt: skip
     try:
-        for module, name, _, value in before:
-            setattr(module, name, value)
+        for module, values in changed:
+            write_sizes(module, values)
         yield
     finally:
-        for module, name, value, _ in before:
-            setattr(module, name, value)
+        for module, kind, own in before:
+            module.__class__ = kind
+            for name, value in own.items():
+                setattr(module, name, value)
 
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from rlsprune.model.arguments import quoted
 from rlsprune.model.attention import open_attention, value_dim
+from rlsprune.model.fitted import Fitted, fit_views
 
 __all__ = [
+    "FITTED",
     "HEAD_SIZES",
     "Sizes",
     "check_sizes",
@@ -125,6 +127,8 @@ HEAD_SIZES: dict[str, tuple[str, ...]] = {
     "outer_width": ("embed_dim", "hidden_size", "d_model", "dim", "n_embd", "embedding_dim"),
 }
 """What the sizes of an attention are called. An outer width may be that of its input, or that of all heads."""
+FITTED = "fitted"
+"""Among the sizes of an attention: 1 if its views have to be fitted, as it was when heads were gone."""
 _HEAD_NAMES = tuple(name for names in HEAD_SIZES.values() for name in names)
 # What has to be a multiple of what.
 _MULTIPLES = (("in_channels", "groups"), ("out_channels", "groups"), ("num_channels", "num_groups"))
@@ -143,7 +147,7 @@ def read_sizes(layer: nn.Module) -> Sizes | None:
     """The layer's size attributes, or None for a module that has none that we know how to change."""
     kind = _kind(layer)
     if kind is None:
-        return head_sizes(layer) or None
+        return {**head_sizes(layer), **({FITTED: 1} if isinstance(layer, Fitted) else {})} or None
     if isinstance(layer, nn.MultiheadAttention):
         return {"num_heads": layer.num_heads, "head_dim": layer.head_dim, "value_dim": value_dim(layer)}
     values = {name: getattr(layer, name) for name in kind.attributes}
@@ -166,8 +170,11 @@ def write_sizes(layer: nn.Module, sizes: Mapping[str, int | list[int]]) -> None:
     """Sets the layer's size attributes to checked sizes."""
     if isinstance(layer, nn.MultiheadAttention) and (read_sizes(layer) or {}) != {**(read_sizes(layer) or {}), **sizes}:
         open_attention(layer)
+    if sizes.get(FITTED):
+        fit_views(layer)
     for name, value in sizes.items():
-        setattr(layer, name, tuple(value) if isinstance(value, list) else value)
+        if name != FITTED:
+            setattr(layer, name, tuple(value) if isinstance(value, list) else value)
 
 
 def implied_shapes(layer: nn.Module, sizes: Mapping[str, int | list[int]]) -> Shapes:
@@ -184,6 +191,9 @@ def check_sizes(layer: nn.Module, sizes: object) -> Sizes:
             do not divide channels.
     """
     now = read_sizes(layer) or {}
+    if isinstance(sizes, dict) and (FITTED in now or (head_sizes(layer) and is_attention(layer))):
+        # A fresh layer is not fitted yet.
+        now, sizes = {**now, FITTED: 1}, {FITTED: 0, **sizes}
     if not isinstance(sizes, dict) or set(sizes) != set(now):
         found = quoted(map(str, sizes)) or "none" if isinstance(sizes, dict) else type(sizes).__name__
         raise ValueError(f"a {type(layer).__name__} has the sizes {quoted(now)}, the file gives {found}")
@@ -206,5 +216,5 @@ def _check_size(name: str, value: object, most: int | list[int]) -> None:
             _check_size(name, part, bound)
     elif type(value) is not int:  # a bool is an int to isinstance
         raise ValueError(f"{name} must be a whole number, not a {type(value).__name__}")
-    elif not min(1, most) <= value <= most:
+    elif not (0 if name == FITTED else min(1, most)) <= value <= most:
         raise ValueError(f"{name} must be between 1 and the model's {most}, not {str(value)[:20]}")

@@ -1,0 +1,79 @@
+"""Modules that write the width of their input where that of their heads stands, and go on when heads are gone.
+
+``x.transpose(1, 2).reshape(B, N, C)`` and ``view(B, N, heads, C // heads)`` with the ``C`` of ``B, N, C = x.shape`` are
+right while all heads are there. In a fitted module the last size of a view that does not fit is inferred.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rlsprune.model.tensors import replace_data
+
+__all__ = ["Fitted", "fit_views"]
+
+_VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
+
+
+class Fitted(nn.Module):
+    """A base of classes that `fit_views` makes: the module's own class, its forward with views that fit."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes what the module's own class computes."""
+        with _FittingViews():
+            return super().forward(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickles by the module's own class, which can be imported."""
+        return _remade, (type(self).__mro__[2],), vars(self)
+
+
+class _FittingViews(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _VIEWS and len(args) > 1:
+            sizes = args[1:] if isinstance(args[1], int) else args[1]
+            if isinstance(sizes, Sequence) and not _fits(args[0], sizes):
+                args = (args[0], (*sizes[:-1], -1))
+        return func(*args, **(kwargs or {}))
+
+
+def _fits(tensor: Tensor, sizes: Sequence[int]) -> bool:
+    return any(size == -1 for size in sizes) or math.prod(sizes) == tensor.numel()
+
+
+def fit_views(module: nn.Module) -> None:
+    """Changes the module's class, so that names, parameters and hooks stay; its constants become as long as they are.
+
+    A vector of equal entries that no file has, the bias of BEiT's keys, gets the length of the parameters beside it.
+    """
+    if not isinstance(module, Fitted):
+        module.__class__ = _fitted(type(module))
+    lengths = {len(own) for own in module._parameters.values() if own is not None and own.dim() == 1}
+    buffers = [module._buffers[name] for name in module._non_persistent_buffers_set]
+    for buffer in buffers if len(lengths) == 1 else ():
+        longer = buffer is not None and buffer.dim() == 1 and len(buffer) > min(lengths)
+        if buffer is not None and longer and bool((buffer == buffer[0]).all()):
+            replace_data(buffer, buffer[: min(lengths)].clone())
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fitted(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _classes:
+        named = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        _classes[kind] = type(kind.__name__, (Fitted, kind), named)
+    return _classes[kind]
+
+
+def _remade(kind: type[nn.Module]) -> nn.Module:
+    fitted = _fitted(kind)
+    return fitted.__new__(fitted)
