@@ -1,6 +1,8 @@
 """Settings for all tests, the doctests of the package among them."""
 
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,21 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def _files_of_examples_go_elsewhere(request: pytest.FixtureRequest) -> None:
     if isinstance(request.node, pytest.DoctestItem):
         request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
+
+
+@pytest.fixture(autouse=True)
+def _threads_stay() -> Iterator[None]:
+    """A run sets torch's threads; other tests have their own."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def quick_runs() -> Iterator[None]:
+    """Neither how long a network takes nor the real disk is of interest, and they take most of a small run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr("rlsprune.app.run.summary.latencies", lambda calls: [[1.0] * 5 for _ in calls])
+        yield

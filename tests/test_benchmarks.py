@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlsprune.app.config.experiment import make_config
 from rlsprune.app.experiments.recipe import run
@@ -42,13 +41,6 @@ def _only_parse(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-
-
-@pytest.fixture
-def _keep_threads() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def start(name: str, arguments: str, monkeypatch: pytest.MonkeyPatch) -> int | None:
@@ -90,7 +82,6 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_keep_threads")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALL)
 def test_small_run(
@@ -102,7 +93,6 @@ def test_small_run(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_keep_threads")
 @pytest.mark.filterwarnings("ignore")
 def test_benchmarks_of_finished_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

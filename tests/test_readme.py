@@ -13,7 +13,6 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 
 import rlsprune
@@ -43,14 +42,6 @@ def commands(text: str) -> list[list[str]]:
     return [words[1:] for words in lines if words[:1] == ["rlsprune"]]
 
 
-@pytest.fixture
-def _keep_threads() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_keep_threads")
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.stem)
 def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

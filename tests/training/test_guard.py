@@ -26,9 +26,7 @@ from rlsprune.training.guard import FaultError, Guard
 BATCHES = 3  # per epoch
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsprune.app.run.execute.latencies", lambda calls: [[1.0] * 5 for _ in calls])
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 class Once:

@@ -14,6 +14,7 @@ from rlsprune.app.run.execute import Run
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.pruning import RLSPruning
+from rlsprune.app.run.summary import summarise
 
 SECONDS = 1.5
 
@@ -55,7 +56,7 @@ def test_rate_falls_to_zero_with_the_time_and_the_last_epoch_is_cut_short(tmp_pa
     for share, rate in seen:
         assert rate >= config.rate * max(0.0, 1 - share) / 0.5 - 1e-9 or rate == config.rate
     assert live.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=0.05 * config.rate)
-    assert len(live.record.metrics) == live.done == live.summary()["epochs"]
+    assert len(live.record.metrics) == live.done == summarise(live)["epochs"]
     total = sum(line["cpu_seconds"] for line in live.record.metrics)
     assert total == pytest.approx(live.clock.used)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 MODULE = """
 from torch import nn
@@ -53,13 +52,6 @@ def nothing():
 def of_width(inputs):
     return nn.Linear(inputs, 3)
 """
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

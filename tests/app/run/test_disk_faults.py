@@ -21,13 +21,7 @@ from rlsprune.app.run.observer import Observer
 from rlsprune.io.atomic import StorageError
 from rlsprune.io.lock import InUseError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> object:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr("rlsprune.app.run.execute.latencies", lambda calls: [[1.0] * 5 for _ in calls])
-        yield
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The machine stops before any operation on a file; the run is resumed and ends with the same numbers, bit for bit."""
 
-import os
 import warnings
 from pathlib import Path
 
@@ -14,13 +13,7 @@ from rlsprune.app.run.folder import RunFolder
 STRIDE = 23  # every so many operations in the default suite; all of them in the slow one
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> object:
-    """Neither how long the network takes nor the real disk is of interest here, and they take most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr("rlsprune.app.run.execute.latencies", lambda calls: [[1.0] * 5 for _ in calls])
-        yield
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 def interrupted(path: Path, stop_before: int | None) -> Disk:

@@ -2,8 +2,9 @@ from typing import Any
 
 import pytest
 
-from rlsprune.app.run.record import Record, tail
+from rlsprune.app.run.record import Record
 from rlsprune.app.run.scores import Scored
+from rlsprune.app.run.summary import tail
 from rlsprune.prune.event import LayerChange, PruneEvent
 
 

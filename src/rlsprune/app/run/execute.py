@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +24,13 @@ from rlsprune.app.run.method import Retained
 from rlsprune.app.run.observer import Observer
 from rlsprune.app.run.randomness import RandomStates
 from rlsprune.app.run.recipe import Recipe
-from rlsprune.app.run.record import Record, health_rows, layer_rows, mean_image, speedup_row, tail, total_percent
+from rlsprune.app.run.record import Record, layer_rows, total_percent
 from rlsprune.app.run.scores import Scored
 from rlsprune.app.run.share import Share
+from rlsprune.app.run.summary import summarise
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io.atomic import FileError
 from rlsprune.model.counts import count
-from rlsprune.model.latency import latencies
-from rlsprune.model.selector import kept_features
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
 from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
@@ -39,7 +38,6 @@ from rlsprune.training.loop import EpochLoss, train_epoch
 
 __all__ = ["Run", "train_and_prune"]
 
-_LATENCY_BATCHES = (1, 64)  # of inputs
 _WEIGHED = 512  # held-out images that tell what cutting a layer costs
 
 
@@ -81,7 +79,7 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
                 observer.network(current.result, current.layers(), current.record.metrics)
     finally:
         observer.close()
-    summary = current.share.by_first(current.summary)
+    summary = current.share.by_first(partial(summarise, current))
     folder.save_model(
         recipe.delivered(current.result), {"config": dict(recipe.config), "events": current.record.events}
     )
@@ -258,44 +256,6 @@ class Run:
     def layers(self) -> list[dict[str, Any]]:
         """What is left of every layer."""
         return layer_rows(self.method.retained(), self.unpruned.counts)
-
-    def summary(self) -> dict[str, Any]:
-        """The run in a few numbers."""
-        metrics, events = self.record.metrics, self.record.events
-        last, final = tail(metrics, events), metrics[-1]
-        names = [metric.name for metric in self.recipe.scoring.metrics]
-        kept = next(iter(kept_features(self.model).values()), None)
-        networks = [self.recipe.in_layout(self.recipe.build_model()), self.result]
-        examples = {batch: self.recipe.example(batch) for batch in _LATENCY_BATCHES}
-        times = {batch: latencies([(network, x) for network in networks]) for batch, x in examples.items()}
-        unpruned_ms, latency_ms = map(statistics.median, times[_LATENCY_BATCHES[-1]])
-        return {
-            **self.recipe.title,
-            "epochs": self.done,
-            "task": self.recipe.scoring.task,
-            "metric": self.recipe.scoring.metric.name,
-            **{name: final[name] for name in names},
-            "loss": final["test_loss"],
-            **{f"mean_{name}": statistics.fmean(line[name] for line in last) for name in names},
-            "mean_loss": statistics.fmean(line["test_loss"] for line in last),
-            "nodes_percent": final["nodes_percent"],
-            "weights_percent": final["weights_percent"],
-            "flops_percent": final["flops_percent"],
-            "latency_ms": latency_ms,
-            "latency_unpruned_ms": unpruned_ms,
-            "latency_batch": _LATENCY_BATCHES[-1],
-            "speedups": [{"batch": batch, **speedup_row(*pair)} for batch, pair in times.items()],
-            "seconds": sum(line["seconds"] for line in metrics),
-            "cpu_seconds": self.clock.used,
-            "events": sum(event["kind"] == "prune" for event in events),
-            "missed_target": self.method.missed_target(),
-            "kept_inputs": kept,
-            "kept_columns": [self.data.columns[index] for index in kept] if kept and self.data.columns else None,
-            "input_shape": list(self.data.shape),
-            "mean_input": None if kept is None else mean_image(self.data.test.images),
-            "layers": self.layers(),
-            "health": health_rows(self.optimizer),
-        }
 
     def _note(self, epoch: int, event: PruneEvent | None, before: Scored, observer: Observer) -> Scored:
         """Evaluates again if something was pruned."""
