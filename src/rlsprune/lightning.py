@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs
+from rlsprune.prune.driven import DrivenPruner
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.pruner import Pruner
 from rlsprune.prune.snapshot import Snapshot
@@ -86,27 +86,14 @@ class PruneCallback(Callback):
             **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor, self.submodule = example_inputs, monitor, submodule
-        check_argument("mode", mode, mode in ("min", "max"), '"min" or "max"')
-        if mode == "max" and monitor is None:
-            raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
-        self._sign = 1 if mode == "min" else -1
-        self._on_prune, self._settings = on_prune, settings
-        self._pruner: Pruner | None = None
+        self._driven, self._on_prune = DrivenPruner(monitor, mode, settings), on_prune
         self._saved: dict[str, Any] | None = None
         """The pruner's state in the checkpoint that training resumes from, until there is a pruner to load it."""
-        self._loss: Tensor | float = 0.0
-        self._batches = 0
-        self._last_loss: float | None = None
-        """Of the epoch that is over, until the next one begins: checkpoints between the two are of the network that
-        was evaluated, and not of a smaller one. They have no statistics of its inputs, so a resumed training may prune
-        after its first epoch and not before."""
 
     @property
     def pruner(self) -> Pruner:
         """The pruner, from the start of the training on."""
-        if self._pruner is None:
-            raise RuntimeError("there is no pruner before Trainer.fit has started training")
-        return self._pruner
+        return self._driven.pruner
 
     # --- one training -------------------------------------------------------------------------------------------------
 
@@ -126,51 +113,41 @@ class PruneCallback(Callback):
             raise ValueError("PruneCallback does not know the inputs: give example_inputs, or set example_input_array")
         example = trainer.strategy.batch_to_device(example, pl_module.device)
         model = self._model(pl_module)
-        self._pruner = Pruner(model, trainer.optimizers[0], example, on_prune=self._announce, **self._settings)
-        if self._saved is not None:
-            self._pruner.load_state_dict(self._saved)
-            self._saved = None
+        self._driven.start(model, trainer.optimizers[0], example, self._announce, self._saved)
+        self._saved = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prunes if the loss of the epoch before has recovered."""
-        if self._last_loss is not None:
-            self.pruner.step(self._last_loss)
-            self._last_loss = None
+        self._driven.step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Adds the batch's loss to the epoch's."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor):
-            self._loss = self._loss + loss.detach()
-            self._batches += 1
+        self._driven.add_batch(outputs.get("loss") if isinstance(outputs, dict) else outputs)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the loss."""
-        self._last_loss = self._gate_loss(trainer)
-        self._loss, self._batches = 0.0, 0
+        if self.monitor is None:
+            self._driven.note_mean("return it from training_step, or give monitor=")
+        else:
+            self._driven.note_metric(self._monitored(self.monitor, trainer))
+        self._driven.restart_epoch()
         parameters = sum(parameter.numel() for parameter in self.pruner.model.parameters())
         pl_module.log("rlsprune_parameters", float(parameters))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Goes back to the last network that had recovered, if this one has not."""
-        self.pruner.stop()  # a prune now could not recover any more
-        self.on_train_epoch_start(trainer, pl_module)
-        self.pruner.finish()
+        self._driven.finish()
 
-    def _gate_loss(self, trainer: Trainer) -> float:
-        if self.monitor is not None:
-            if self.monitor not in trainer.callback_metrics:
-                known = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-                raise ValueError(
-                    f"monitor={self.monitor!r} was not logged by the end of the epoch; there is {known}. Log it in a "
-                    "step with self.log, or leave monitor out"
-                )
-            return self._sign * float(trainer.callback_metrics[self.monitor])
-        if not self._batches:
-            raise ValueError("training_step returned no loss in this epoch: return it, or give monitor=")
-        return float(self._loss) / self._batches
+    def _monitored(self, name: str, trainer: Trainer) -> float:
+        if name not in trainer.callback_metrics:
+            known = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise ValueError(
+                f"monitor={name!r} was not logged by the end of the epoch; there is {known}. Log it in a step with "
+                "self.log, or leave monitor out"
+            )
+        return float(trainer.callback_metrics[name])
 
     def _announce(self, event: PruneEvent) -> None:
         rank_zero_info(str(event))
@@ -201,13 +178,13 @@ class PruneCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The pruner's state and the epoch's loss so far."""
-        pruner = self._saved if self._pruner is None else self._pruner.state_dict()
-        return {"pruner": pruner, "loss": float(self._loss), "batches": self._batches}
+        pruner = self.pruner.state_dict() if self._saved is None and self._driven.started else self._saved
+        return {"pruner": pruner, **self._driven.epoch_so_far()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there when training starts."""
-        self._saved, self._pruner = state_dict["pruner"], None
-        self._loss, self._batches = state_dict["loss"], state_dict["batches"]
+        self._saved = state_dict["pruner"]
+        self._driven.restart_epoch(state_dict["loss"], state_dict["batches"])
 
     def _model(self, pl_module: LightningModule) -> nn.Module:
         return pl_module.get_submodule(self.submodule)

@@ -13,14 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from rlsprune.io.atomic import FileError
 from rlsprune.io.compatibility import sized_layers
 from rlsprune.io.state import load_state, save_state
-from rlsprune.model.arguments import check_argument, quoted
+from rlsprune.model.arguments import quoted
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.selector import kept_features, set_kept_inputs
 from rlsprune.model.sizes import check_sizes, implied_shapes, read_sizes, write_sizes
+from rlsprune.prune.driven import DrivenPruner
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.pruner import Pruner
 
@@ -204,26 +206,14 @@ class PruneCallback(TrainerCallback):
             **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor = example_inputs, monitor
-        check_argument("mode", mode, mode in ("min", "max"), '"min" or "max"')
-        if mode == "max" and monitor is None:
-            raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
-        self._sign = 1 if mode == "min" else -1
-        self._on_prune, self._settings, self._resumed = on_prune, settings, resume_from_checkpoint
-        self._pruner: Pruner | None = None
-        self._hook: Any = None
-        self._loss: Tensor | float = 0.0
-        self._batches = 0
-        self._last_loss: float | None = None
-        """What the pruner is told when training goes on: checkpoints before that are of the model that was evaluated,
-        and not of a smaller one. They have no statistics of its inputs, so a resumed training may prune after its
-        first epoch or evaluation and not before."""
+        self._driven, self._on_prune = DrivenPruner(monitor, mode, settings), on_prune
+        self._resumed = resume_from_checkpoint
+        self._hook: RemovableHandle | None = None
 
     @property
     def pruner(self) -> Pruner:
         """The pruner, from the start of the training on."""
-        if self._pruner is None:
-            raise RuntimeError("there is no pruner before Trainer.train has started training")
-        return self._pruner
+        return self._driven.pruner
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -244,16 +234,14 @@ class PruneCallback(TrainerCallback):
             problem = f"the training resumes after step {state.global_step}, and the pruner's state is not there"
             raise FileError(saved, problem, "give PruneCallback(resume_from_checkpoint=…) the checkpoint's folder")
         self._close()
-        self._loss, self._batches, self._last_loss = 0.0, 0, None
+        self._driven.restart_epoch()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
         example = self.example_inputs
         if example is None:
             example = _first_examples(kwargs["train_dataloader"])
         example = tree_map(lambda leaf: leaf.to(model.device) if isinstance(leaf, Tensor) else leaf, example)
-        self._pruner = Pruner(model, optimizer, example, on_prune=self._announce, **self._settings)
-        if state.global_step:
-            self._pruner.load_state_dict(load_state(saved))
+        self._driven.start(model, optimizer, example, self._announce, load_state(saved) if state.global_step else None)
         _note_shape(model)
         self._hook = model.register_forward_hook(self._record)
 
@@ -261,17 +249,15 @@ class PruneCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prunes if the loss has recovered."""
-        self._step()
+        self._driven.step()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Notes the training loss."""
         if self.monitor is None:
-            if not self._batches:
-                raise ValueError('the model returned no "loss" in this epoch: give monitor="eval_loss"')
-            self._last_loss = float(self._loss) / self._batches
-        self._loss, self._batches = 0.0, 0
+            self._driven.note_mean('let the model return a "loss", or give monitor="eval_loss"')
+        self._driven.restart_epoch()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Notes the monitored metric. Evaluations outside of a training change nothing."""
@@ -280,7 +266,7 @@ class PruneCallback(TrainerCallback):
         metrics = kwargs["metrics"]
         if self.monitor not in metrics:
             raise ValueError(f"monitor={self.monitor!r} is not among the evaluation's metrics: {quoted(metrics)}")
-        self._last_loss = self._sign * float(metrics[self.monitor])
+        self._driven.note_metric(float(metrics[self.monitor]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the pruner's state to the checkpoint."""
@@ -290,15 +276,8 @@ class PruneCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Goes back to the last model that had recovered, if this one has not."""
-        self.pruner.stop()  # a prune now could not recover any more
-        self._step()
-        self.pruner.finish()
+        self._driven.finish()
         self._close()
-
-    def _step(self) -> None:
-        if self._last_loss is not None:
-            self.pruner.step(self._last_loss)
-            self._last_loss = None
 
     def _close(self) -> None:
         """Takes the hooks of the training before, which may have failed, off the model."""
@@ -310,9 +289,8 @@ class PruneCallback(TrainerCallback):
     def _record(self, module: nn.Module, inputs: object, output: Any) -> None:
         """Adds the loss of a training batch to the epoch's."""
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        if module.training and isinstance(loss, Tensor):
-            self._loss = self._loss + loss.detach()
-            self._batches += 1
+        if module.training:
+            self._driven.add_batch(loss)
 
     def _announce(self, event: PruneEvent) -> None:
         _note_shape(self.pruner.model)

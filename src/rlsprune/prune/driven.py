@@ -1,0 +1,105 @@
+"""A pruner that the callback of another library's trainer drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlsprune.model.arguments import check_argument
+from rlsprune.model.calls import ExampleInputs
+from rlsprune.prune.event import PruneEvent
+from rlsprune.prune.pruner import Pruner
+
+__all__ = ["DrivenPruner"]
+
+
+class DrivenPruner:
+    """Notes the loss of an epoch at its end, and steps the pruner when training goes on.
+
+    So checkpoints between the two hold the network that was evaluated, not a smaller one. They hold no statistics of
+    its inputs: a resumed training may prune after its first epoch, not before.
+
+    Args:
+        monitor: The metric that has to recover; None for the epoch's mean training loss.
+        mode: ``"max"`` if more of the metric is better.
+        settings: Arguments of the pruner.
+    """
+
+    def __init__(self, monitor: str | None, mode: str, settings: dict[str, Any]) -> None:
+        check_argument("mode", mode, mode in ("min", "max"), '"min" or "max"')
+        if mode == "max" and monitor is None:
+            raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
+        self._sign, self._settings = (1 if mode == "min" else -1), settings
+        self._pruner: Pruner | None = None
+        self.restart_epoch()
+        self._noted: float | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a pruner."""
+        return self._pruner is not None
+
+    @property
+    def pruner(self) -> Pruner:
+        """The pruner, once `start` has made it."""
+        if self._pruner is None:
+            raise RuntimeError("there is no pruner before the Trainer has started training")
+        return self._pruner
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example_inputs: ExampleInputs,
+        on_prune: Callable[[PruneEvent], object],
+        state: dict[str, Any] | None,
+    ) -> None:
+        """Makes the pruner; a resumed training gives its state."""
+        self._noted = None
+        self._pruner = Pruner(model, optimizer, example_inputs, on_prune=on_prune, **self._settings)
+        if state is not None:
+            self._pruner.load_state_dict(state)
+
+    def restart_epoch(self, total: float = 0.0, batches: int = 0) -> None:
+        """Forgets the losses of this epoch's batches, or goes on from a checkpoint's."""
+        self._total: Tensor | float = total
+        self._batches = batches
+
+    def epoch_so_far(self) -> dict[str, Any]:
+        """The sum of the batches' losses and their number, for a checkpoint."""
+        return {"loss": float(self._total), "batches": self._batches}
+
+    def add_batch(self, loss: object) -> None:
+        """Adds the loss of a training batch, if it is one, to the epoch's. Does not wait for an accelerator."""
+        if isinstance(loss, Tensor):
+            self._total = self._total + loss.detach()
+            self._batches += 1
+
+    def note_metric(self, value: float) -> None:
+        """Notes the monitored metric."""
+        self._noted = self._sign * value
+
+    def note_mean(self, remedy: str) -> None:
+        """Notes the mean training loss of the epoch.
+
+        Raises:
+            ValueError: No batch had one; the message ends with the remedy.
+        """
+        if not self._batches:
+            raise ValueError(f"no training batch of this epoch had a loss: {remedy}")
+        self._noted = float(self._total) / self._batches
+
+    def step(self) -> None:
+        """Steps the pruner, if a loss was noted since the last step."""
+        if self._noted is not None:
+            self.pruner.step(self._noted)
+            self._noted = None
+
+    def finish(self) -> None:
+        """Ends pruning: a prune now could not recover any more."""
+        self.pruner.stop()
+        self.step()
+        self.pruner.finish()
