@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import bare_copy
+from rlsprune.model.scaling import Scaling
 from rlsprune.model.selector import kept_inputs
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.features import RowLoss
 from rlsprune.prune.pruner import Pruner
 from rlsprune.sklearn.training import (
     FloatArray,
-    Scale,
     check_training,
     class_numbers,
     cross_entropy,
@@ -96,8 +96,9 @@ class _PrunedNetwork(BaseEstimator):
         check_argument("validation_fraction", share, 0 < share < 1, "in (0, 1)")
         count = max(1, round(share * len(X)))
         check_argument("validation_fraction", share, count < len(X), f"less, to leave some of {len(X)} rows to learn")
-        scale = Scale(X)
-        inputs = scale.scaled(X)
+        table = torch.tensor(X)
+        scaling = Scaling.of(table)
+        inputs = scaling.scaled(table).float()
         with seeded(self.random_state):
             network = make_network(X.shape[1], self.hidden_layer_sizes, outputs)
             layer = network[0]
@@ -132,7 +133,9 @@ class _PrunedNetwork(BaseEstimator):
         self.support_[slice(None) if kept is None else kept.numpy()] = True
         small = bare_copy(network).double().eval()
         assert isinstance(small, nn.Sequential)
-        scale.fold_into_first(small)
+        first = small[0]
+        assert isinstance(first, nn.Linear)
+        scaling.add_to_reader(first)
         self.model_ = small
 
     def _pruner(self, network: nn.Module, optimizer: RLS, inputs: Tensor, wanted: int | None) -> Pruner | None:
@@ -234,10 +237,12 @@ class PrunedRegressor(RegressorMixin, _PrunedNetwork):
     def fit(self, X: Any, y: Any) -> Self:
         """Trains and prunes on a table ``(rows, features)`` and numbers ``(rows,)``."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
-        column = y[:, None]
-        scale = Scale(column)
-        self._fit(X, scale.scaled(column), 1, squared_error, 1.0)
-        scale.fold_into_last(self.model_)
+        column = torch.from_numpy(y.astype(np.float64)[:, None])
+        scaling = Scaling.of(column)
+        self._fit(X, scaling.scaled(column).float(), 1, squared_error, 1.0)
+        last = self.model_[-1]
+        assert isinstance(last, nn.Linear)
+        scaling.add_to_writer(last)
         return self
 
     def predict(self, X: Any) -> FloatArray:

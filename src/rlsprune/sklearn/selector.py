@@ -17,10 +17,10 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 
 from rlsprune.model.arguments import check_argument
+from rlsprune.model.scaling import Scaling
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.features import Elimination, Fold
 from rlsprune.sklearn.training import (
-    Scale,
     check_training,
     class_numbers,
     cross_entropy,
@@ -114,10 +114,11 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         wanted = feature_count("n_features_to_select", self.n_features_to_select, X.shape[1], "auto")
         kind = _looks_like(y) if self.task == "auto" else self.task
+        rows = torch.tensor(X)
         with seeded(self.random_state) as seed:
             if kind == "regression":
-                column = y.astype(np.float64)[:, None]
-                targets, outputs, loss = Scale(column).scaled(column), 1, squared_error
+                column = torch.from_numpy(y.astype(np.float64)[:, None])
+                targets, outputs, loss = Scaling.of(column).scaled(column).float(), 1, squared_error
                 splits = KFold(min(self.folds, len(X)), shuffle=True, random_state=seed).split(X)
             else:
                 classes, numbers = class_numbers(y)
@@ -129,7 +130,7 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
                 )
                 for a, b in splits
             ]
-            self._eliminate(Elimination(folds, Scale(X).scaled(X), targets, loss), folds, wanted)
+            self._eliminate(Elimination(folds, Scaling.of(rows).scaled(rows).float(), targets, loss), folds, wanted)
         return self
 
     def _eliminate(self, elimination: Elimination, folds: Sequence[Fold], wanted: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What the estimators share: scaled columns, small networks, and their training by RLS."""
+"""What the estimators share: small networks and their training by RLS."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from rlsprune.model.arguments import check_argument
-from rlsprune.model.selector import kept_inputs
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.features import RowLoss
 
 __all__ = [
     "FloatArray",
-    "Scale",
     "check_training",
     "class_numbers",
     "cross_entropy",
@@ -39,38 +37,6 @@ __all__ = [
 FloatArray = npt.NDArray[np.float64]
 
 _LEAST_BATCH, _MOST_BATCHES = 32, 20
-
-
-class Scale:
-    """Means and standard deviations of the columns of a table; 1 for a constant one."""
-
-    def __init__(self, table: FloatArray) -> None:
-        self.mean = torch.from_numpy(table.mean(0))
-        deviation = torch.from_numpy(table.std(0))
-        constant = deviation <= 1e-9 * torch.from_numpy(np.abs(table).max(0))
-        self.deviation = torch.where(constant, 1.0, deviation)
-
-    def scaled(self, table: FloatArray) -> Tensor:
-        """The table in float32, with mean 0 and deviation 1 in every column."""
-        return torch.from_numpy((table - self.mean.numpy()) / self.deviation.numpy()).float()
-
-    @torch.no_grad()
-    def fold_into_first(self, network: nn.Sequential) -> None:
-        """Makes the first layer scale its inputs, so that the network takes columns as they are."""
-        layer = network[0]
-        assert isinstance(layer, nn.Linear)
-        kept = kept_inputs(layer)
-        columns: Any = slice(None) if kept is None else kept
-        layer.weight.div_(self.deviation[columns])
-        layer.bias.sub_(layer.weight @ self.mean[columns])
-
-    @torch.no_grad()
-    def fold_into_last(self, network: nn.Sequential) -> None:
-        """Makes the last layer undo the scaling, so that the network gives targets as they are."""
-        layer = network[-1]
-        assert isinstance(layer, nn.Linear)
-        layer.weight.mul_(self.deviation[:, None])
-        layer.bias.mul_(self.deviation).add_(self.mean)
 
 
 def make_network(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,8 +75,12 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data set on another device."""
-        valid = None if self.valid is None else self.valid.to(device)
-        return replace(self, train=self.train.to(device), test=self.test.to(device), valid=valid)
+        return self.each(lambda split: split.to(device))
+
+    def each(self, change: Callable[[Split], Split]) -> Dataset:
+        """The same data set with every split changed."""
+        valid = None if self.valid is None else change(self.valid)
+        return replace(self, train=change(self.train), test=change(self.test), valid=valid)
 
     def hold_out(self, count: int, seed: int = 0) -> Dataset:
         """Moves images from the training to the validation split, each class in proportion.

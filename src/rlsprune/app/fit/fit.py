@@ -170,7 +170,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
     for scaling in scalings:
         data = scaling.scaled(data)
         if isinstance(scaling, TargetScale):
-            scoring = replace(scoring, in_users_unit=scaling.in_users_unit)
+            scoring = replace(scoring, in_users_unit=scaling.scaling.unscaled)
 
     def prepare(model: nn.Module) -> None:
         if config.weights is not None:

@@ -1,8 +1,6 @@
-"""Columns of a table brought to one scale for training, and the scaling put into the weights that are delivered.
+"""Columns of a table scaled for training, and the scaling moved into the weights of the delivered model.
 
-A layer that reads (x − μ) / σ with weight W and bias b computes what a layer computes that reads x with weight
-W' = W / σ and bias b − W' μ. So the network is trained on scaled columns, and its file and ONNX graph take them as the
-user has them.
+So the network is trained on scaled columns, and its file and ONNX graph take them as the user has them.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlsprune.app.data.datasets import Dataset, Split
+from rlsprune.app.data.datasets import Dataset
 from rlsprune.model.calls import bare_copy
 from rlsprune.model.modes import evaluating
-from rlsprune.model.selector import kept_inputs
+from rlsprune.model.scaling import Scaling
 
 __all__ = ["Standardisation", "find_standardisation"]
 
@@ -26,50 +24,30 @@ _COMPARED = 64  # rows on which both forms of a network must agree
 
 @dataclass(frozen=True, eq=False)
 class Standardisation:
-    """Means and deviations of the columns of a table, and the layers that read them."""
+    """How the columns of a table are scaled, and the layers that read them."""
 
-    mean: Tensor
-    """μ, in float64."""
-    scale: Tensor
-    """σ, in float64; 1 for a constant column."""
+    scaling: Scaling
     readers: tuple[str, ...]
-    """The names of the layers that read the columns."""
+    """The names of the layers."""
 
     def scaled(self, data: Dataset) -> Dataset:
         """The same data with scaled columns."""
-        valid = None if data.valid is None else self._scaled(data.valid)
-        return replace(data, train=self._scaled(data.train), valid=valid, test=self._scaled(data.test))
+        return data.each(lambda split: replace(split, images=self.scaling.scaled(split.images)))
 
     def for_unscaled(self, model: nn.Module) -> nn.Module:
         """A copy of a network of scaled columns that takes unscaled ones; it has no training hooks."""
         made = bare_copy(model)
-        with torch.no_grad():
-            for layer, mean, scale in self._readers(made):
-                weight = layer.weight.double().cpu() / scale
-                _write(layer, weight, -weight @ mean)
+        for layer in self._readers(made):
+            self.scaling.add_to_reader(layer)
         return made
 
-    @torch.no_grad()
     def take_out(self, model: nn.Module) -> None:
         """Makes a network of unscaled columns take scaled ones, in place; it computes what it did."""
-        for layer, mean, scale in self._readers(model):
-            weight = layer.weight.double().cpu()
-            _write(layer, weight * scale, weight @ mean)
+        for layer in self._readers(model):
+            self.scaling.take_from_reader(layer)
 
-    def _scaled(self, split: Split) -> Split:
-        values = (split.images.cpu().double() - self.mean) / self.scale
-        return replace(split, images=values.to(split.images))
-
-    def _readers(self, model: nn.Module) -> list[tuple[nn.Linear, Tensor, Tensor]]:
-        """Each with the means and deviations of the columns that it has kept."""
-        found = []
-        for name in self.readers:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            kept = kept_inputs(layer)
-            columns: Any = slice(None) if kept is None else kept.cpu()
-            found.append((layer, self.mean[columns], self.scale[columns]))
-        return found
+    def _readers(self, model: nn.Module) -> list[nn.Linear]:
+        return [layer for name in self.readers if isinstance(layer := model.get_submodule(name), nn.Linear)]
 
 
 def find_standardisation(model: nn.Module, data: Dataset) -> Standardisation | None:
@@ -86,12 +64,8 @@ def find_standardisation(model: nn.Module, data: Dataset) -> Standardisation | N
     readers = _readers_of(model, rows[:2])
     if not readers or not all(isinstance(layer, nn.Linear) for layer in readers.values()):
         return None
-    values = rows.cpu().double()
     centred = all(layer.bias is not None for layer in readers.values())
-    mean = values.mean(0) if centred else torch.zeros_like(values[0])
-    scale = (values - mean).square().mean(0).sqrt()
-    scale = torch.where(scale > 1e-7 * values.abs().amax(0), scale, 1.0)
-    found = Standardisation(mean, scale, tuple(readers))
+    found = Standardisation(Scaling.of(rows, centred=centred), tuple(readers))
     return found if _agrees(found, model, rows[:_COMPARED]) else None
 
 
@@ -126,11 +100,5 @@ def _agrees(found: Standardisation, model: nn.Module, rows: Tensor) -> bool:
     found.take_out(scaled)
     with evaluating(model, scaled):
         wanted = model(rows)
-        got = scaled(found._scaled(Split(rows, rows[:, 0])).images)
+        got = scaled(found.scaling.scaled(rows))
     return torch.allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
-
-
-def _write(layer: nn.Linear, weight: Tensor, shift: Tensor) -> None:
-    layer.weight.copy_(weight)
-    if layer.bias is not None:
-        layer.bias.copy_(layer.bias.double().cpu() + shift)

@@ -1,7 +1,6 @@
-"""Targets of a regression brought to one scale for training, and the scaling put into the last layer that is delivered.
+"""Targets of a regression scaled for training, and the scaling moved into the last layer of the delivered model.
 
-A network that is to say y learns (y − μ) / σ. Its last layer with weight W and bias b then becomes one with weight σW
-and bias σb + μ, so that its file and ONNX graph give y as the user has it.
+So the network learns (y − μ) / σ, and its file and ONNX graph give y as the user has it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlsprune.app.data.datasets import Dataset, Split
+from rlsprune.app.data.datasets import Dataset
 from rlsprune.model.calls import bare_copy
 from rlsprune.model.modes import evaluating
+from rlsprune.model.scaling import Scaling
 
 __all__ = ["TargetScale", "find_target_scale"]
 
@@ -23,43 +23,25 @@ _COMPARED = 64  # inputs on which both forms of a network must agree
 
 @dataclass(frozen=True, eq=False)
 class TargetScale:
-    """Means and deviations of the targets, and the layer that says them."""
+    """How the targets are scaled, and the layer that gives them."""
 
-    mean: Tensor
-    """μ, in float64."""
-    scale: Tensor
-    """σ, in float64; 1 for a constant target."""
+    scaling: Scaling
     last: str
     """The name of the layer."""
 
     def scaled(self, data: Dataset) -> Dataset:
         """The same data with scaled targets."""
-        valid = None if data.valid is None else self._scaled(data.valid)
-        return replace(data, train=self._scaled(data.train), valid=valid, test=self._scaled(data.test))
-
-    def in_users_unit(self, values: Tensor) -> Tensor:
-        """Scaled targets, or what the network says of them, as the user has them."""
-        return values.cpu().double() * self.scale + self.mean
+        return data.each(lambda split: replace(split, labels=self.scaling.scaled(split.labels)))
 
     def for_unscaled(self, model: nn.Module) -> nn.Module:
-        """A copy of a network that says scaled targets which says unscaled ones; it has no training hooks."""
+        """A copy of a network of scaled targets that gives unscaled ones; it has no training hooks."""
         made = bare_copy(model)
-        self._write(made, self.scale, self.mean)
+        self.scaling.add_to_writer(_linear(made, self.last))
         return made
 
     def take_out(self, model: nn.Module) -> None:
-        """Makes a network that says unscaled targets say scaled ones, in place."""
-        self._write(model, 1 / self.scale, -self.mean / self.scale)
-
-    @torch.no_grad()
-    def _write(self, model: nn.Module, scale: Tensor, shift: Tensor) -> None:
-        layer = model.get_submodule(self.last)
-        assert isinstance(layer, nn.Linear)
-        layer.weight.copy_(layer.weight.double().cpu() * scale[:, None])
-        layer.bias.copy_(layer.bias.double().cpu() * scale + shift)
-
-    def _scaled(self, split: Split) -> Split:
-        return replace(split, labels=((split.labels.cpu().double() - self.mean) / self.scale).to(split.labels))
+        """Makes a network of unscaled targets give scaled ones, in place."""
+        self.scaling.take_from_writer(_linear(model, self.last))
 
 
 def find_target_scale(model: nn.Module, data: Dataset) -> TargetScale | None:
@@ -69,20 +51,15 @@ def find_target_scale(model: nn.Module, data: Dataset) -> TargetScale | None:
     last = _last_layer(model, data)
     if last is None or not _is_said_by(last, model, data):
         return None
-    values = data.train.labels.cpu().double()
-    mean = values.mean(0)
-    scale = (values - mean).square().mean(0).sqrt()
-    return TargetScale(mean, torch.where(scale > 1e-7 * values.abs().amax(0), scale, 1.0), last)
+    return TargetScale(Scaling.of(data.train.labels), last)
 
 
 def _is_said_by(last: str, model: nn.Module, data: Dataset) -> bool:
     """Whether a layer's scaling is that of the outputs: an operation in place may follow it, such as a ReLU."""
     some = torch.rand(_COMPARED, *data.shape, generator=torch.Generator().manual_seed(0))
     inputs = some.to(data.train.images.device)
-    layer = model.get_submodule(last)
-    assert isinstance(layer, nn.Linear)
-    away = torch.full((layer.out_features,), -10.0, dtype=torch.float64)  # turned round: what clips or bends shows
-    other = TargetScale(away, away, last).for_unscaled(model)
+    away = torch.full((_linear(model, last).out_features,), -10.0, dtype=torch.float64)  # turned round: clipping shows
+    other = TargetScale(Scaling(away, away), last).for_unscaled(model)
     with evaluating(model, other):
         wanted, got = -10 * _outputs(model, inputs) - 10, _outputs(other, inputs)
     return torch.allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
@@ -122,6 +99,10 @@ def _last_layer(model: nn.Module, data: Dataset) -> str | None:
     calls = [name for name, _ in seen]
     if len(names) != 1 or calls.count(names[0]) != 1:
         return None
-    layer = model.get_submodule(names[0])
+    return names[0] if _linear(model, names[0]).bias is not None else None
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
-    return names[0] if layer.bias is not None else None
+    return layer
