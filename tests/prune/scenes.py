@@ -107,6 +107,13 @@ class Scene:
             }
         )
 
+    def undone(self, before: Any, after: Any, what: str) -> bool:
+        """Whether everything is as before an action; it fails unless it is that, or as after the action."""
+        facts = self.facts()
+        wrong = {key for key in facts if facts[key] not in (before[key], after[key])}
+        assert facts in (before, after), f"{what}: {wrong or 'some of each'}"
+        return bool(facts == before)
+
 
 def optimizer_made(scene: Scene) -> None:
     scene.optimizer = rlsprune.RLS(scene.model)

@@ -89,10 +89,7 @@ def attack(name: str, folder: Path, tries: int) -> int:
             pass
         sys.settrace(None)
         gc.collect()
-        facts = scene.facts()
-        wrong = {key for key in facts if facts[key] not in (before[key], after[key])}
-        assert facts in (before, after), f"{name}, interrupt {number} at line {line}: {wrong or 'some of each'}"
-        undone += facts == before
+        undone += scene.undone(before, after, f"{name}, interrupt {number} at line {line}")
     return undone
 
 

@@ -44,10 +44,7 @@ def attack(name: str, folder: Path, tries: int) -> int:
         # Which error comes of it is others' business too: safetensors, say, takes it for something else.
         with suppress(Exception), Memory(fails_at):
             act(scene)
-        facts = scene.facts()
-        wrong = {key for key in facts if facts[key] not in (before[key], after[key])}
-        assert facts in (before, after), f"{name}, allocation {fails_at}: {wrong or 'some of each'}"
-        undone += facts == before
+        undone += scene.undone(before, after, f"{name}, allocation {fails_at}")
     return undone
 
 

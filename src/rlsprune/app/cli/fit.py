@@ -188,12 +188,10 @@ def fit(
     threads: options.Threads = None,
     on_fault: options.OnFault = None,
     deterministic: options.Deterministic = False,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own settings.")
-    ] = None,
+    resume: options.Resume = None,
     logger: options.Logger = None,
     quiet: options.Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Train your own network and prune it while it trains; get the small model, its ONNX file and a report."""
     shown = Shown(quiet=quiet, as_json=as_json, loggers=options.loggers(logger))

@@ -201,6 +201,8 @@ Logger = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Resume = Annotated[Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own settings.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")]
 
 
 def loggers(given: list[str] | None) -> tuple[str, ...]:

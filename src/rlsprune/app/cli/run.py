@@ -45,12 +45,10 @@ def run(
         ),
     ] = None,
     out: options.Out = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own settings.")
-    ] = None,
+    resume: options.Resume = None,
     logger: options.Logger = None,
     quiet: options.Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Train a network and prune it while it trains."""
     shown = Shown(quiet=quiet, as_json=as_json, loggers=options.loggers(logger))
