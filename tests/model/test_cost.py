@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import threading
 
 import pytest
@@ -180,7 +181,8 @@ def test_two_models_are_measured_in_turns_and_the_ratio_has_quartiles() -> None:
     low, high = ratio.latency_quartiles
     ratios = sorted(b / a for b, a in zip(costs.before.rounds_ms, costs.rounds_ms, strict=True))
     assert ratios[0] <= low <= high <= ratios[-1]
-    assert f"({low:.2f}–{high:.2f})" in str(costs)
+    assert f"{ratio.latency:.2f}× ({low:.2f}–{high:.2f})" in str(costs)
+    assert ratio.latency == pytest.approx(statistics.median(ratios)), "a load that comes and goes slows both alike"
     alone = profile(small, torch.randn(64, 400), min_seconds=0.01)
     assert (costs.before / alone).latency_quartiles is None, "they were not measured in turns"
 

@@ -76,17 +76,22 @@ class ProfileRatio:
 
     @property
     def latency(self) -> float:
-        """The ratio of the median latencies."""
-        return ratio(self.before.latency_ms, self.after.latency_ms)
+        """The ratio of the latencies: the median over rounds measured in turns, else that of the two medians."""
+        rounds = self._latency_ratios()
+        return ratio(self.before.latency_ms, self.after.latency_ms) if rounds is None else rounds[1]
 
     @property
     def latency_quartiles(self) -> tuple[float, float] | None:
         """Quartiles of the ratio over the rounds; None unless both models were measured in turns."""
+        rounds = self._latency_ratios()
+        return None if rounds is None else (rounds[0], rounds[2])
+
+    def _latency_ratios(self) -> tuple[float, float, float] | None:
+        """Quartiles and median of the ratio, round by round."""
         before, after = self.before.rounds_ms, self.after.rounds_ms
         if self.after.before is not self.before or len(before) != len(after) or len(after) < 2:
             return None
-        low, _, high = ratio_quartiles(before, after)
-        return low, high
+        return ratio_quartiles(before, after)
 
     @property
     def peak(self) -> float:
