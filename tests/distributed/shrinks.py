@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
+from rlsprune.app.cli.main import main
 from rlsprune.shrinking import choice, leastsquares
 from zoo import ZOO
 
@@ -142,6 +145,22 @@ def all_cases(folder: Path) -> dict[str, Any]:
         results["by time"] = by_time()
         results["refusals"] = refusals()
     return results
+
+
+RUN = ["run", "digits-fnn", "--method", "none", "--optimizer", "sgd", "--train-images", "600", "--test-images", "200"]
+
+
+def pareto(run: Path, out: Path) -> list[str]:
+    return ["pareto", str(run), "--target", "0.3", "--ratio", "0.5", "--recovery-epochs", "1", "--out", str(out)]
+
+
+def commands(folder: Path) -> dict[str, Any]:
+    """A finished run, and its front."""
+    run = [*RUN, "--epochs", "2", "--batch-size", "60", "--threads", "1", "--quiet", "--out", str(folder / "run")]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        codes = [main(run), main(pareto(folder / "run", folder / "front"))]
+    return {"codes": codes, "said": said.getvalue()}
 
 
 def refusals() -> dict[str, str]:

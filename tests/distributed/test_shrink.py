@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import rlsprune
 from distributed import launch, shrinks
+from distributed.test_kills import task
+from distributed.test_run import run
+from rlsprune.app.cli.main import main
 from zoo import ZOO
 
-
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    return shrinks.all_cases(Path())
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch.run(2, "distributed.shrinks:all_cases", tmp_path_factory.mktemp("two"))
+__all__ = ["task"]  # a fixture
 
 
 def agree(run: dict[str, Any], alone: dict[str, Any]) -> None:
@@ -30,29 +27,61 @@ def agree(run: dict[str, Any], alone: dict[str, Any]) -> None:
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("case", shrinks.CASES)
-def test_two_ranks_make_the_network_of_one(alone: Any, two: Any, case: str) -> None:
-    assert alone[case]["front"][-1][0] < alone[case]["front"][0][0]
-    for rank in two:
-        agree(rank[case], alone[case])
-
-
-@pytest.mark.parametrize("case", [*shrinks.CASES, "by time"])
-def test_all_ranks_have_the_same_network_to_the_bit(two: Any, case: str) -> None:
-    first, second = (rank[case] for rank in two)
-    torch.testing.assert_close(first["state"], second["state"], rtol=0, atol=0)
-    assert first["scores"] == second["scores"]
-
-
-def test_ranks_that_do_not_fit_together_are_told_so(two: Any) -> None:
-    for rank in two:
+def test_two_ranks_make_the_network_of_one(tmp_path: Path) -> None:
+    # One test: what several share would be computed by every worker that runs the tests.
+    alone = shrinks.all_cases(tmp_path)
+    first, second = launch.run(2, "distributed.shrinks:all_cases", tmp_path)
+    for case in shrinks.CASES:
+        assert alone[case]["front"][-1][0] < alone[case]["front"][0][0], case
+        agree(first[case], alone[case])
+    for case in [*shrinks.CASES, "by time"]:
+        torch.testing.assert_close(first[case], second[case], rtol=0, atol=0)
+    for rank in (first, second):
         assert "the ranks disagree on the parameter '1.weight'" in rank["refusals"]["weights"]
         assert "batches has no batch on some rank" in rank["refusals"]["no batch"]
         assert rank["refusals"]["apart"] == "True"
 
 
+def test_the_pareto_command_by_two_ranks_makes_the_front_of_one(tmp_path: Path) -> None:
+    folder = tmp_path / "two"
+    folder.mkdir()
+    first, second = launch.run(2, "distributed.shrinks:commands", folder)
+    assert first["codes"] == second["codes"] == [0, 0]
+    assert "Chosen:" in first["said"]
+    assert second["said"] == "", "one speaks for all"
+    assert main(shrinks.pareto(folder / "run", tmp_path / "front")) == 0
+    fronts = [json.loads((out / "pareto.json").read_text()) for out in (folder / "front", tmp_path / "front")]
+    assert fronts[0]["finished"]
+    sizes = [[(point["params"], point["epochs"]) for point in front["front"]] for front in fronts]
+    assert sizes[0] == sizes[1]
+    assert sizes[0][-1][0] <= 0.3 * sizes[0][0][0]
+    for mine, theirs in zip(*(front["front"] for front in fronts), strict=True):
+        assert mine["accuracy"] == pytest.approx(theirs["accuracy"], abs=1.0)  # two of the 200 test images
+    networks = [load_file(out / "model.safetensors") for out in (folder / "front", tmp_path / "front")]
+    for name, weights in networks[0].items():
+        torch.testing.assert_close(weights, networks[1][name], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
-def test_three_ranks_make_the_network_of_one(alone: Any, tmp_path: Path) -> None:
+def test_torchrun_fits_within_a_drop_and_draws_a_front(task: Path, tmp_path: Path) -> None:
+    summaries, fronts = [], []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        options = ["--max-drop", "4", "--epochs", "6", "--batch-size", "60", "--quiet", "--out", str(out)]
+        run(ranks, "fit", f"{task}/nets.py:without", "--data", f"{task}/table.npz", *options)
+        run(ranks, "pareto", str(out), "--target", "0.5", "--recovery-epochs", "0", "--quiet")
+        summaries.append(json.loads((out / "summary.json").read_text()))
+        fronts.append(json.loads((out / "pareto" / "pareto.json").read_text())["front"])
+        assert (out / "report.html").exists()
+    one, two = summaries
+    assert two["weights_percent"] == one["weights_percent"] < 90
+    assert two["accuracy"] == pytest.approx(one["accuracy"], abs=1.0)
+    assert [point["params"] for point in fronts[0]] == [point["params"] for point in fronts[1]]
+
+
+@pytest.mark.slow
+def test_three_ranks_make_the_network_of_one(tmp_path: Path) -> None:
+    alone = shrinks.all_cases(tmp_path)
     for rank in launch.run(3, "distributed.shrinks:all_cases", tmp_path):
         for case in shrinks.CASES:
             agree(rank[case], alone[case])

@@ -169,7 +169,7 @@ def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool, on_ray: bool = Fals
     from rich.console import Console
 
     if started_by_torchrun():
-        raise ValueError("torchrun is for `run` and `fit`: many runs go side by side with --jobs")
+        raise ValueError("torchrun is for `run`, `fit` and `pareto`: many runs go side by side with --jobs")
     from rlsprune.app.cli.terminal import describe
     from rlsprune.app.experiments.jobs import run_all
 

@@ -12,6 +12,7 @@ from rlsprune.app.cli import folders, options
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.config.fit import FitConfig
 from rlsprune.app.config.metrics import Metric, metric_of
+from rlsprune.distributed.torchrun import leads
 from rlsprune.model.arguments import printable
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLES", "pareto"]
 
 EXAMPLES = """Examples: `rlsprune pareto runs/digits-fnn-none-seed0` ·
-`rlsprune pareto runs/mnist-fnn-none-seed0 --max-drop 0.3 --ratio 0.1`"""
+`rlsprune pareto runs/mnist-fnn-none-seed0 --max-drop 0.3 --ratio 0.1` ·
+`torchrun --nproc-per-node 2 -m rlsprune pareto runs/mnist-fnn-none-seed0` (each process with its share of the data)"""
 
 
 def pareto(
@@ -68,7 +70,7 @@ def pareto(
     )
     full: dict[str, Any] = {}
     try:
-        with status(quiet) as (say, progress):
+        with status(quiet or not leads()) as (say, progress):
 
             def show(point: dict[str, Any]) -> None:
                 if not full:
@@ -81,6 +83,8 @@ def pareto(
         if (folder / "pareto.json").exists():
             typer.echo(printable(f"Stopped. What there is so far is in {folder}"), err=True)
         raise
+    if not leads():
+        return
     chosen = result["front"][result["chosen"]]
     share = 100 * chosen["params"] / full["params"]
     typer.echo(f"Chosen: {share:.1f} % of the parameters, {metric.label} {metric.text(chosen[metric.name])}")

@@ -17,6 +17,9 @@ from rlsprune.app.experiments.recipe import load_data, make_recipe
 from rlsprune.app.fit.fit import load_own_data, make_own_recipe
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.recipe import Recipe
+from rlsprune.app.run.share import Share
+from rlsprune.distributed.ranks import find_ranks
+from rlsprune.distributed.torchrun import leads
 from rlsprune.io import modelfile
 from rlsprune.optim.rls import RLS
 from rlsprune.shrinking import FrontPoint, Progress, shrink
@@ -51,6 +54,8 @@ def shrink_run(
 ) -> Mapping[str, Any]:
     """Shrinks a run's network, and writes the front, its picture and the chosen network, anew with each point.
 
+    Of several processes every one has its part of the batches, and rank 0 writes.
+
     Every choice is made on examples held out of the training split here, though most runs have trained on them before;
     those of the test split are only looked at.
 
@@ -59,7 +64,7 @@ def shrink_run(
         source: The finished run.
         out: The folder for pareto.json, pareto.png and model.safetensors.
         settings: How.
-        on_point: Told about each network on the way.
+        on_point: Told about each network on the way, by rank 0.
         on_progress: As of `rlsprune.shrink`.
 
     Returns:
@@ -71,7 +76,9 @@ def shrink_run(
     """
     if (out / "pareto.json").exists():
         raise ValueError(f"{out} holds a front already: give another --out, or delete that folder")
-    out.mkdir(parents=True, exist_ok=True)
+    share = Share(find_ranks())
+    if leads():
+        out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(config.threads)
     recipe, model = _opened(config, source)
     data, metric = recipe.data, recipe.scoring.metric
@@ -81,11 +88,13 @@ def shrink_run(
     points: list[Point] = []
 
     def score(network: nn.Module, batches: Iterable[Any] = valid) -> float:
-        return sign * recipe.scoring(network, batches, recipe.loss).scores[metric.name]
+        return sign * recipe.scoring(network, batches, recipe.loss, share).scores[metric.name]
 
     def note(point: FrontPoint, network: nn.Module) -> None:
         scores = {"score": sign * point.score, "score_pruned": sign * point.score_pruned}
         points.append({**asdict(point), **scores, metric.name: sign * score(network, test)})
+        if not leads():
+            return
         if point.within:
             metadata = {"config": config.to_dict()}
             modelfile.save(recipe.delivered(network), out / "model.safetensors", metadata=metadata)
@@ -103,6 +112,8 @@ def shrink_run(
             "chosen": chosen,
             "front": front,
         }
+        if not leads():
+            return result
         if len(points) > 1:
             title = f"{config.experiment}, {config.method}, seed {config.seed}"
             draw_front(front, chosen, title, metric, out / "pareto.png")
@@ -112,12 +123,11 @@ def shrink_run(
     torch.manual_seed(config.seed)
     shrink(
         model,
-        recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
+        share.divided(recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train))),
         target=None if settings.target is None else {"params": settings.target},
         max_drop=None if settings.max_drop is None else metric.points(settings.max_drop),
-        valid=valid,
         loss=recipe.loss,
-        score=None if metric.name == "accuracy" and data.task == "classification" else score,
+        score=score,
         optimizer=lambda network: RLS(network, lr=settings.lr),
         ratio=settings.ratio,
         recovery_epochs=settings.recovery_epochs,

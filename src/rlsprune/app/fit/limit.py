@@ -19,6 +19,7 @@ from rlsprune.app.config.base import LEARNING_RATES
 from rlsprune.app.config.fit import FitConfig
 from rlsprune.app.run.build import build_optimizer
 from rlsprune.app.run.recipe import Recipe
+from rlsprune.app.run.share import Share
 from rlsprune.app.run.unpruned import NoPruning
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io import modelfile
@@ -42,16 +43,17 @@ class _Limit:
         assert data.valid is not None
         assert config.max_drop is not None
         sign, valid = 1 if metric.higher_is_better else -1, recipe.evaluation_batches(data.valid)
-        rate = LEARNING_RATES[config.optimizer][1]
+        share, rate = Share(find_ranks()), LEARNING_RATES[config.optimizer][1]
         torch.manual_seed(config.seed)
         shrink(
             network,
-            recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train)),
+            share.divided(
+                recipe.training_batches(data.train, torch.Generator().manual_seed(config.seed), len(data.train))
+            ),
             target=None if config.pruning.target is None else {"params": config.pruning.target},
             max_drop=metric.points(config.max_drop),
-            valid=valid,
             loss=recipe.loss,
-            score=lambda model: sign * recipe.scoring(model, valid, recipe.loss).scores[metric.name],
+            score=lambda model: sign * recipe.scoring(model, valid, recipe.loss, share).scores[metric.name],
             optimizer=lambda model: build_optimizer(config, model, rate),
             ratio=config.pruning.ratio,
             recovery_epochs=config.recovery_epochs,
@@ -73,8 +75,6 @@ class ShrinkAtTheEnd(NoPruning):
         self, model: nn.Module, optimizer: Optimizer, example_inputs: Tensor, make_smaller: Callable[[nn.Module], None]
     ) -> None:
         super().__init__(model, example_inputs)
-        if find_ranks() is not None:
-            raise ValueError("--max-drop shrinks in one process: run it without torchrun")
         self._optimizer, self._make_smaller, self._epoch = optimizer, make_smaller, 0
         self._average: nn.Module | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,14 @@ from rlsprune.training.loop import Loss
 __all__ = ["Share"]
 
 T = TypeVar("T")
+
+
+class Batches(Protocol):
+    """Batches to be gone through many times."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 class Share:
@@ -41,6 +49,10 @@ class Share:
         own = labels.tensor_split(self.ranks.size)[self.ranks.rank]
         weight = len(own) * self.ranks.size / len(labels)
         return inputs.tensor_split(self.ranks.size)[self.ranks.rank], own, weight
+
+    def divided(self, batches: Batches) -> Batches:
+        """This rank's part of every batch."""
+        return batches if self.ranks is None else _Divided(batches, self)
 
     def loss_of(self, network: nn.Module, loss: Loss) -> Loss:
         """The loss of this rank's part of a batch, weighted so that the ranks' mean is the batch's."""
@@ -108,3 +120,16 @@ class Share:
         self.ranks.agree("the network", fingerprint(model, optimizer))
         if result is not model:
             self.ranks.agree("the average of the network", fingerprint(result, None))
+
+
+class _Divided:
+    """One rank's parts of batches."""
+
+    def __init__(self, batches: Batches, share: Share) -> None:
+        self._batches, self._share = batches, share
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self._share.of_batch(inputs, labels)[:2] for inputs, labels in self._batches)
