@@ -273,3 +273,37 @@ def test_a_preview_and_a_failure_change_nothing() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
     assert not pruner.history
+
+
+# --- what an event may cost -------------------------------------------------------------------------------------------
+
+
+def _bounded_event(loss_of_share: Callable[[float], float]) -> tuple[rlsprune.PruneEvent, float]:
+    """An event that asks for half of every layer; the held-out loss depends on the share of the parameters left."""
+    model, optimizer = trained(cnn)
+    whole = parameter_count(model)
+    pruner = allocating_pruner(
+        model, optimizer, ratio=0.5, held_out_loss=lambda: loss_of_share(parameter_count(model) / whole)
+    )
+    event = pruner.prune()
+    assert event is not None
+    return event, event.params_after / event.params_before
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_an_event_raises_the_held_out_loss_by_a_quarter_at_most(scale: float) -> None:
+    _, free = _bounded_event(lambda share: 1.0)
+    _, left = _bounded_event(lambda share: scale + 2 * (1 - share))
+    assert free < 0.6, "without a rise it takes what was asked for"
+    assert 0.875 <= left < 0.96, "1 + 2·(1 − share) is 1.25 at 0.875"
+
+
+def test_a_loss_that_is_no_number_after_a_cut_is_too_much() -> None:
+    _, left = _bounded_event(lambda share: 1.0 if share > 0.8 else math.nan)
+    assert 0.8 < left < 1
+
+
+def test_where_every_cut_does_harm_the_smallest_is_made() -> None:
+    event, left = _bounded_event(lambda share: 1.0 if share == 1 else 10.0)
+    assert 0.9 < left < 1
+    assert sum(map(len, event.removed.values())) <= 3

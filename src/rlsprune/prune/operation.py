@@ -1,13 +1,14 @@
 """One prune event, from the first score to the smaller tensors: choose, compensate and cut, layer after layer.
 
-Read from the top: `Operation.run` makes an event, all or nothing; `_cut_within_target` keeps it from going past the
-target; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask; `_cut` is Algorithm 1's
+Read from the top: `Operation.run` makes an event, all or nothing; `_cut_within_limits` keeps it from going past the
+target and from harm; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask; `_cut` is Algorithm 1's
 loop over the layers; `_remove` takes one choice of units out of everything that has them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
@@ -39,8 +40,10 @@ from rlsprune.statistics.inverse import Inverse, inverses_of
 HeldOutLoss = Callable[[], float]
 """Gives the loss of the network as it is on held-out data."""
 
-# How often the last event's ratio is halved towards the target.
-_TARGET_STEPS = 5
+# How often the ratios of an event are halved towards the target, or towards what the held-out loss can bear.
+_HALVINGS = 5
+# An event may raise the held-out loss by this share of it. The share of wrong answers rises about as much.
+_MOST_INCREASE = 0.25
 # Up to this share of a layer goes at once, more in so many rounds. More rounds did not leave more accuracy.
 _AT_ONCE, _ROUNDS = 0.2, 4
 
@@ -89,7 +92,7 @@ class Operation:
         try:
             with full_precision(network.model), network.undone_on_error() as undo:
                 before = self.measures()
-                removed = self._cut_within_target(held_out_loss, undo)
+                removed = self._cut_within_limits(held_out_loss, undo)
                 if removed:
                     self._check_that_it_runs()
                 after = self.measures()
@@ -115,53 +118,64 @@ class Operation:
             self.network.rebuild_wrapper()
         return PruneEvent.between(before, after, epoch, loss, "roll-back", {})
 
-    def _cut_within_target(self, held_out_loss: HeldOutLoss | None, undo: Callable[[], None]) -> dict[str, list[int]]:
-        """Cuts, with the ratios lowered to where the target is just reached if they would go beyond."""
+    def _cut_within_limits(self, held_out_loss: HeldOutLoss | None, undo: Callable[[], None]) -> dict[str, list[int]]:
+        """Cuts, with the ratios lowered to where the target is just reached, and to what the held-out loss can bear."""
         aims = self.budget.countable and not self.budget.reached()
         # Trials begin with the same network.
         source = cache(self._inverses) if aims or held_out_loss is not None else self._inverses
-        settings = self.settings if held_out_loss is None else self._allocated(source, held_out_loss, undo)
+        settings, most = self.settings, math.inf
+        if held_out_loss is not None:
+            before = self._loss(held_out_loss)
+            settings, most = self._allocated(source, held_out_loss, before, undo), before + _MOST_INCREASE * abs(before)
         if "inputs" in settings.target and settings.cost_target and self.budget.reached():
             settings = self._inputs_alone(settings)
-        removed = self._cut(settings, KnownInverses(source))
-        if not removed or not aims or not self.budget.reached():
-            return removed
-        too_little, enough = 0.0, 1.0
-        for _ in range(_TARGET_STEPS):
-            share = (too_little + enough) / 2
+
+        def attempt(share: float) -> dict[str, list[int]]:
             undo()
-            if self._cut(settings.scaled(share), KnownInverses(source)) and self.budget.reached():
-                enough = share
-            else:
-                too_little = share
-        undo()
-        return self._cut(settings.scaled(enough), KnownInverses(source))
+            return self._cut(settings.scaled(share), KnownInverses(source))
+
+        removed, share = attempt(1.0), 1.0
+        if removed and aims and self.budget.reached():
+            share = _boundary(lambda tried: bool(attempt(tried)) and self.budget.reached(), share)[1]
+            removed = attempt(share)
+
+        def does_harm() -> bool:
+            return held_out_loss is not None and not self._loss(held_out_loss) <= most
+
+        if removed and does_harm():
+            harmless, least = _boundary(lambda tried: bool(attempt(tried)) and does_harm(), share)
+            # If even the smallest cut that was tried does harm, that one it is: pruning would not go on without.
+            removed = (attempt(harmless) if harmless else {}) or attempt(least)
+        return removed
+
+    def _loss(self, held_out_loss: HeldOutLoss) -> float:
+        """Asks for the loss of the network as it is, and leaves no trace: no gradients, and no statistics."""
+        network = self.network
+        forget_compiled_code()
+        with evaluating(network.model, *network.copies), interruptible():
+            return network.mean(float(held_out_loss()))
 
     def _inputs_alone(self, settings: Settings) -> Settings:
         """For when the network is small enough, and only reads too much."""
         groups = [group for group in self.network.graph if group.is_input]
         return settings.shared_out({group.name: settings.ratio_of(group) for group in groups})
 
-    def _allocated(self, source: InverseOf, held_out_loss: HeldOutLoss, undo: Callable[[], None]) -> Settings:
+    def _allocated(
+        self, source: InverseOf, held_out_loss: HeldOutLoss, before: float, undo: Callable[[], None]
+    ) -> Settings:
         """The settings of an event, with the ratios that cutting each layer on trial suggests."""
         network = self.network
-
-        def loss() -> float:
-            # It leaves no trace: no gradients, and no statistics of batch norms or inputs.
-            forget_compiled_code()
-            with evaluating(network.model, *network.copies), interruptible():
-                return network.mean(float(held_out_loss()))
 
         def trial(settings: Settings, name: str) -> list[tuple[int, float]]:
             inverses = KnownInverses(source)
             results: list[tuple[int, float]] = []
             with contextlib.suppress(FloatingPointError):  # there is no going further then
                 while len(results) < STEPS and self._cut(settings, inverses):
-                    results.append((network.graph[name].size, loss()))
+                    results.append((network.graph[name].size, self._loss(held_out_loss)))
             undo()
             return results
 
-        return allocate(self.settings, network.graph.groups, self.budget.tensors(), loss(), trial)
+        return allocate(self.settings, network.graph.groups, self.budget.tensors(), before, trial)
 
     def _cut(self, settings: Settings, inverses: KnownInverses) -> dict[str, list[int]]:
         """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1). Not undone on errors.
@@ -294,3 +308,15 @@ def _rounds(group: Group, settings: Settings) -> list[tuple[float, int, int]]:
     going = most_to_go(group.size, cut_size(ratio, group.size), keep, round_to)
     gone = [going * number // _ROUNDS for number in range(_ROUNDS + 1)]
     return [((after - before) / (group.size - before), 1, 1) for before, after in pairwise(gone) if after > before]
+
+
+def _boundary(holds: Callable[[float], bool], share: float) -> tuple[float, float]:
+    """Between 0, for which something does not hold, and a share for which it does: where that changes, by halving."""
+    low, high = 0.0, share
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return low, high

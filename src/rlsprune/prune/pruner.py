@@ -109,8 +109,9 @@ class Pruner:
             on_prune: Called with the event after each prune and each roll-back.
             held_out_loss: A function without arguments that returns the model's loss on held-out data. With it an
                 event saves as many parameters and FLOPs as ``ratio`` of every layer would, but takes the channels
-                where they cost this loss least: each layer is cut on trial. Called once, and up to three times for
-                each layer, at every event and preview, with the model in evaluation mode and without gradients.
+                where they cost this loss least: each layer is cut on trial. An event that would raise the loss by more
+                than a quarter is made smaller. Called up to three times for each layer, and up to seven times more, at
+                every event and preview, with the model in evaluation mode and without gradients.
         """
         check_kinds(model, optimizer)
         gate = Gate(warmup_epochs, patience, tolerance)

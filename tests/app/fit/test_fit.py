@@ -279,7 +279,10 @@ def test_network_without_batch_norm_is_trained_faster(networks: Path, npz: Path)
 
 
 def test_allocating_needs_a_held_out_loss(npz: Path) -> None:
-    assert make_fit_config("m:f", npz, allocate=True).pruning.allocate
+    assert make_fit_config("m:f", npz).pruning.allocate
+    assert not make_fit_config("m:f", npz, allocate=False).pruning.allocate
+    assert not make_fit_config("m:f", npz, gate="train").pruning.allocate
+    assert not make_fit_config("m:f", npz, max_drop=1.0).pruning.allocate
     with pytest.raises(ValueError, match="--gate train is not valid: it must be valid with --allocate"):
         make_fit_config("m:f", npz, allocate=True, gate="train")
 

@@ -124,9 +124,9 @@ def fit(
     ] = OURS.ratio,
     tolerance: options.Tolerance = None,
     allocate: Annotated[
-        bool,
-        typer.Option("--allocate", help=options.ALLOCATE),
-    ] = OURS.allocate,
+        bool | None,
+        typer.Option("--allocate/--no-allocate", help=f"{options.ALLOCATE} Default: yes, with --gate valid."),
+    ] = None,
     epochs: Annotated[int, typer.Option("--epochs", help="How many epochs to train, pruning included.")] = 20,
     warmup_epochs: Annotated[
         int | None,

@@ -113,7 +113,10 @@ Tolerance = Annotated[
         f"Default: {OURS.tolerance}.",
     ),
 ]
-ALLOCATE = "Prune most where it raises the held-out loss least, instead of the share ξ of every layer."
+ALLOCATE = (
+    "Prune most where it raises the held-out loss least, instead of the share ξ of every layer, and by no more than a "
+    "quarter at an event."
+)
 Allocate = Annotated[
     bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")
 ]

@@ -114,7 +114,7 @@ def make_fit_config(
     ratio: float = OURS.ratio,
     target: float | None = OURS.target,
     tolerance: float | None = None,
-    allocate: bool = OURS.allocate,
+    allocate: bool | None = None,
     features: int | None = None,
     epochs: int = 20,
     warmup_epochs: int | None = None,
@@ -133,7 +133,8 @@ def make_fit_config(
         target: The share of the parameters at which pruning ends.
         tolerance: How far above the least loss at any prune, as a share of it, counts as recovered; None for
             what the experiments use.
-        allocate: Whether an event takes from each layer what costs the held-out loss least.
+        allocate: Whether an event takes from each layer what costs the held-out loss least, and no more than raises it
+            by a quarter; None for yes, unless the gate is another loss or columns are counted.
         features: How many columns of a table are kept.
         epochs: In all.
         warmup_epochs: Epochs before the first prune; None for a tenth of all, or one with `weights`.
@@ -153,6 +154,8 @@ def make_fit_config(
         given = {"method": "shrink", **{name: value for name, value in given.items() if value is not None}}
         epochs = epochs if weights is None else 1  # of looking at it: given weights are not trained first
     gate = given.pop("gate", None) or OURS.gate
+    if allocate is None:
+        allocate = gate == "valid" and not limited and features is None
     pruning = replace(OURS, gate=gate, ratio=ratio, target=target, allocate=allocate, features=features)
     if tolerance is not None:
         pruning = replace(pruning, tolerance=tolerance)
