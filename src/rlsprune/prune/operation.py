@@ -1,8 +1,8 @@
 """One prune event, from the first score to the smaller tensors: choose, compensate and cut, layer after layer.
 
 Read from the top: `Operation.run` makes an event, all or nothing; `_cut_within_limits` keeps it from going past the
-target and from harm; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask; `_cut` is Algorithm 1's
-loop over the layers; `_remove` takes one choice of units out of everything that has them.
+target and from harm; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask; `_cut` is
+Algorithm 1's loop over the layers; `_remove` takes one choice of units out of everything that has them.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Pruner:
         optimizer: Optimizer,
         example_inputs: ExampleInputs,
         *,
-        ratio: float | Mapping[str, float] = 0.4,  # ξ
+        ratio: float | Mapping[str, float] = 0.2,  # ξ
         input_ratio: float | None = None,
         warmup_epochs: int = 3,  # q
         criterion: str | Criterion = "obs",
@@ -72,7 +72,7 @@ class Pruner:
         min_channels: int = 1,
         round_to: int = 1,
         target: Mapping[str, float] | None = None,
-        tolerance: float = 0.0,
+        tolerance: float = 0.05,
         patience: int | None = 10,
         on_prune: Callable[[PruneEvent], object] | None = None,
         held_out_loss: HeldOutLoss | None = None,

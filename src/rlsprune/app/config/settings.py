@@ -65,7 +65,7 @@ class PruningSettings:
 
 
 OURS = PruningSettings(
-    ratio=0.4,
+    ratio=0.2,
     gate="valid",
     criterion="obs",
     compensate=True,

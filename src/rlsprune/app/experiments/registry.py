@@ -126,7 +126,7 @@ def _fnn(name: str, title: str, dataset: str, short: Preset) -> Experiment:
         presets={"short": short, "paper": _paper("crop1")},
         # With a P that starts anew at a prune, and a small k, what is left learns as fast as at first.
         training=replace(_TRAINING, mean_scale=0.01),
-        pruning=replace(OURS, inverse="reset"),
+        pruning=replace(OURS, ratio=0.4, inverse="reset"),
     )
 
 
@@ -142,7 +142,7 @@ def _vgg(name: str, title: str, dataset: str, table: int, presets: Mapping[str, 
         soft_ratio=0.3,
         presets=presets,
         training=replace(_TRAINING, lr_decay=0.85),  # at η = 1 to the middle of a long run the loss would rise again
-        pruning=replace(OURS, target=0.06, allocate=True),
+        pruning=replace(OURS, ratio=0.4, target=0.06, allocate=True),
     )
 
 
@@ -163,7 +163,7 @@ _RESNET = Experiment(
     soft_ratio=0.3,
     presets={name: replace(preset, small_epochs=None) for name, preset in _CIFAR10.items()},
     training=_TRAINING,
-    pruning=replace(OURS, target=0.25),  # where the rivals end with half of every layer
+    pruning=replace(OURS, target=0.25, allocate=True),  # where the rivals end with half of every layer
     loss="cross-entropy",
     rate=0.1,
 )
