@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from rlsprune.graph.attention import find_attention
 from rlsprune.graph.flow import follow_channels
@@ -19,8 +18,10 @@ from rlsprune.graph.observe import Call, Observation, RawInput, observe
 from rlsprune.graph.settle import settle_attention
 from rlsprune.graph.trace import trace_groups
 from rlsprune.graph.verify import CutTrial, verify_groups
+from rlsprune.model.arguments import check_iterable, shown
 from rlsprune.model.attention import open_attention, opened
 from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.demands import check_inputs, check_network
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import plain_attention, preserved
 
@@ -45,7 +46,9 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
         >>> [(group.name, group.size) for group in find_groups(model, torch.randn(1, 4))]
         [('input', 4), ('0', 8)]
     """
+    check_network(model)
     _refuse_wrappers(model)
+    check_inputs(example_inputs)
     ignored = _expand(model, ignore)
     call = Call.of(example_inputs)
     with uninterrupted(), preserved(model), plain_attention(), opened(model):
@@ -117,16 +120,32 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise ValueError(f"{where} is compiled ({kind}): pass the inner module (._orig_mod)")
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"{where} is a {kind}, whose layers cannot change: pass the module it was made from")
-        if any(isinstance(own, UninitializedParameter) for own in module._parameters.values()):
-            raise ValueError(f"{where} is a {kind} without parameters yet: run the model once before pruning it")
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and not parameter.numel():
+                raise ValueError(f"{own} of {where} has no entry (shape {tuple(parameter.shape)}): leave the layer out")
+
+
+def module_names(ignore: Iterable[str]) -> tuple[str, ...]:
+    """What ``ignore`` names, however it is given.
+
+    Raises:
+        ValueError: It is a single name.
+        TypeError: It holds no names.
+    """
+    if isinstance(ignore, str):
+        raise ValueError(f"ignore must be a collection of module names, got the string {ignore!r}: write [{ignore!r}]")
+    check_iterable("ignore", ignore, "give the names of modules")
+    names = tuple(ignore)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"ignore holds {shown(name)}: give the names of modules")
+    return names
 
 
 def _expand(model: nn.Module, ignore: Iterable[str]) -> set[str]:
-    if isinstance(ignore, str):
-        raise ValueError(f"ignore must be a collection of module names, got the string {ignore!r}: write [{ignore!r}]")
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     found: set[str] = set()
-    for wanted in ignore:
+    for wanted in module_names(ignore):
         if wanted not in names and wanted != "input":
             close = difflib.get_close_matches(wanted, names, n=3)
             hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see model.named_modules()"

@@ -153,12 +153,14 @@ class CutTrial:
     def _obstacle(self) -> str | None:
         """Why nothing can be verified with the present weights; None if it can."""
         try:
-            outputs = self.run({})[_OUTPUT]
+            seen = self.run({})
+            finite = all(bool(tensor.isfinite().all()) for tensor in seen[_OUTPUT])
+            self._difference(seen, seen, "channels")  # sparse outputs, say, cannot be compared
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             return f"the network does not run a second time, so nothing can be verified ({first_line(error)})"
-        if not all(bool(tensor.isfinite().all()) for tensor in outputs):
+        if not finite:
             return "the network's output on example_inputs is not finite, so nothing can be verified"
         return None
 
@@ -195,8 +197,6 @@ class CutTrial:
             # An odd number stays where more than one could.
             count += 1 if 1 < count < group.size - 1 and (group.size - count) % 2 == 0 else 0
             chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
-        with _at_readers(chosen, zero_channels):
-            whole = self.run(self._without_products(chosen))
         cuts = plan_cuts(chosen)
         tensors = dict(_named_tensors(self.model, duplicates=True))
         state = {}
@@ -207,6 +207,8 @@ class CutTrial:
         inputs = [(group, units) for group, units in chosen if group.is_input]
         entered: list[nn.Module] = []
         try:
+            with _at_readers(chosen, zero_channels):
+                whole = self.run(self._without_products(chosen))
             with (
                 _attributes(self.model, cuts.attributes),
                 _at_readers(inputs, _without_channels),

@@ -10,6 +10,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlsprune.model.arguments import shown
+
 __all__ = ["FileError", "StorageError", "check_name", "flush", "make_folder", "read_text", "replacing", "storing"]
 
 MAX_TEXT = 64 * 2**20
@@ -49,7 +51,9 @@ class StorageError(OSError):
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Raises `FileError` for what no system takes as the name of a file."""
+    """Raises `FileError` for what no system takes as the name of a file, and TypeError for what is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"the path is {shown(path)}: give the name of a file")
     if "\0" in os.fspath(path):
         raise FileError(repr(os.fspath(path)), "there is a NUL character in it", "give the name of a file")
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rlsprune.io.atomic import replacing
+from rlsprune.io.atomic import check_name, replacing
+from rlsprune.model.arguments import shown
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.modes import inference, plain_attention
 from rlsprune.model.progress import shown_progress
@@ -67,6 +68,7 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
         >>> torch.export.load("small.pt2").module()(torch.rand(8, 4)).shape
         torch.Size([8, 2])
     """
+    check_name(path)
     if Path(path).suffix != ".pt2":
         raise ValueError(f"{os.fspath(path)}: programs of torch.export are kept in files that end in .pt2")
     with shown_progress() as tell, inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
@@ -111,6 +113,12 @@ def export_onnx(
         >>> session.run(None, {session.get_inputs()[0].name: torch.rand(8, 4).numpy()})[0].shape
         (8, 2)
     """
+    check_name(path)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata is {shown(metadata)}: give a dict, or None")
+    for entry in (metadata or {}).items():
+        if not all(isinstance(text, str) for text in entry):
+            raise TypeError(f"metadata holds {shown(entry)}: ONNX files take texts by name")
     runtime = _onnx_runtime()
     with shown_progress() as tell, inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
         tell(f"exporting to {Path(path).name}", 0, None)

@@ -21,7 +21,7 @@ from rlsprune.distributed.ranks import find_ranks
 from rlsprune.io import compatibility, tensorfile
 from rlsprune.io.atomic import FileError
 from rlsprune.io.tensorfile import DTYPES, TensorFile
-from rlsprune.model.arguments import quoted
+from rlsprune.model.arguments import quoted, shown
 from rlsprune.model.calls import bare_copy, unwrap
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import refuse_inference_mode
@@ -58,6 +58,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
         >>> save(torch.nn.Linear(4, 2), "small.safetensors", {"note": "unpruned"})
     """
     model = unwrap(model)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata is {shown(metadata)}: give a dict, or None")
     ranks = find_ranks(model) if sharded_modules(model) else None
     if ranks is not None:
         model = bare_copy(model)
@@ -112,6 +114,11 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
     """
     refuse_inference_mode("loading")
     model = unwrap(into)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the model'!r} is scripted, and its layers cannot change: load before scripting it"
+            )
     layers = compatibility.sized_layers(model)
     own = _own(model)
     for name, tensor in own.items():

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlsprune.io.atomic import replacing
+from rlsprune.io.atomic import check_name, replacing
+from rlsprune.model.arguments import check_iterable
 
 __all__ = ["quantize_onnx"]
 
@@ -50,6 +51,8 @@ def quantize_onnx(
         >>> rlsprune.export_onnx(model, inputs[:2], "small.onnx")
         >>> rlsprune.quantize_onnx("small.onnx", "small-int8.onnx", inputs.split(64))
     """
+    for name in (source, path):
+        check_name(name)
     if not Path(source).is_file():
         raise FileNotFoundError(f"{os.fspath(source)}: there is no such file; write it with rlsprune.export_onnx first")
     try:
@@ -60,6 +63,7 @@ def quantize_onnx(
         raise ImportError(f"quantize_onnx needs {error.name}: pip install 'rlsprune[onnx]'", name=error.name) from error
     if isinstance(batches, Tensor):
         raise ValueError("batches is a tensor: give an iterable of them, such as inputs.split(64)")
+    check_iterable("batches", batches, "give a list of inputs or a DataLoader")
     nodes = _session(runtime, source).get_inputs()
     if len(nodes) != 1:
         names = ", ".join(node.name for node in nodes)

@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
 from unicodedata import category
 
-__all__ = ["check_argument", "printable", "quoted"]
+__all__ = [
+    "check_argument",
+    "check_callable",
+    "check_iterable",
+    "is_count",
+    "printable",
+    "quoted",
+    "readable_state",
+    "shown",
+]
 
 _MAX_LISTED = 8  # names in one message
+_MAX_SHOWN = 80  # characters of a value
 
 
-def check_argument(name: str, value: object, valid: bool, expected: str) -> None:
-    """Raises a ValueError that names the argument, its value and what it must be, unless it is valid."""
-    if not valid:
-        raise ValueError(f"{name}={value!r} is not valid: it must be {expected}")
+def check_argument(name: str, value: object, valid: bool | Callable[[Any], object], expected: str) -> None:
+    """Raises a ValueError that names the argument, its value and what it must be, unless it is valid.
+
+    Args:
+        name: Of the argument.
+        value: As it was given, of any type.
+        valid: Whether it is, or a test of the value. A value that the test fails on is not valid either.
+        expected: What it must be.
+    """
+    try:
+        holds = bool(valid(value) if callable(valid) else valid)
+    except Exception:  # of another type: None < 1, or the truth of several numbers
+        holds = False
+    if not holds:
+        raise ValueError(f"{name}={shown(value)} is not valid: it must be {expected}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raises a TypeError unless the value is None or can be called."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is {shown(value)}: give a function, or None")
+
+
+def check_iterable(name: str, value: object, remedy: str) -> None:
+    """Raises a TypeError unless the value can be gone through, and is no text."""
+    goes = isinstance(value, Iterable) or hasattr(value, "__getitem__")
+    if not goes or isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0:
+        raise TypeError(f"{name} is {shown(value)}: {remedy}")
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether it is a whole number, at least this one."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+@contextmanager
+def readable_state(owner: str) -> Iterator[None]:
+    """Within it, a state dict whose parts are of other kinds than they should be is told as such."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"the state is no {owner}'s ({why}): give what {owner}.state_dict() returned") from error
+
+
+def shown(value: object) -> str:
+    """A value for a message: the beginning of its repr."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def printable(text: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rlsprune.model.arguments import shown
 from rlsprune.model.sharded import plain_class, settle, sharded_modules
 from rlsprune.model.tensors import is_sharded, whole
 
@@ -47,11 +48,11 @@ def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, A
 
 
 @contextmanager
-def explained_run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def explained_run(args: Sequence[Any], kwargs: Mapping[str, Any], what: str = "example_inputs") -> Iterator[None]:
     """Within it, an error of the model's forward becomes one that names the inputs it was called with."""
 
     def shape(value: Any) -> str:
-        return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        return str(tuple(value.shape)) if isinstance(value, Tensor) and not value.is_nested else type(value).__name__
 
     try:
         yield
@@ -59,9 +60,7 @@ def explained_run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[No
         raise
     except Exception as error:
         given = ", ".join([*map(shape, args), *(f"{key}={shape(value)}" for key, value in kwargs.items())])
-        raise ValueError(
-            f"the model cannot run on example_inputs of shape {given}: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"the model cannot run on {what} of shape {given}: {type(error).__name__}: {error}") from error
 
 
 def output_tensors(output: Any) -> list[Tensor]:
@@ -93,8 +92,14 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
         layers.append(model)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`."""
+def unwrap(model: object) -> nn.Module:
+    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
+
+    Raises:
+        TypeError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {shown(model)}: give a torch.nn.Module")
     return wrappers(model)[-1]
 
 

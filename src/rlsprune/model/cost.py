@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from rlsprune.model.arguments import check_argument
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.counts import count, weight_count
 from rlsprune.model.latency import latencies, median_and_iqr, ratio, ratio_quartiles
@@ -133,6 +134,7 @@ def profile(
         >>> (costs.before / costs).flops
         2.0
     """
+    check_argument("min_seconds", min_seconds, lambda seconds: 0 <= seconds < float("inf"), "a number ≥ 0")
     if isinstance(before, nn.Module):
         before = before, example_inputs
     if before is None or isinstance(before, Profile):

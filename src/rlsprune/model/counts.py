@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlsprune.model.calls import ExampleInputs, unwrap
-from rlsprune.model.modes import inference, plain_attention
+from rlsprune.model.calls import ExampleInputs, explained_run, unwrap
+from rlsprune.model.modes import evaluating, inference, plain_attention
 from rlsprune.model.sizes import is_transposed_linear
 
 __all__ = ["count", "flops_per_weight", "parameter_count", "weight_count", "weight_names"]
@@ -49,7 +49,13 @@ def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[st
 def _flops(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, dict[Any, int]]:
     """FLOPs by module and operation, from one run; ``"Global"`` has them all."""
     counter = FlopCounterMode(display=False)
-    with inference(model, example_inputs) as (plain, args, kwargs), _frozen(plain), _plain_products(), counter:
+    with (
+        inference(model, example_inputs) as (plain, args, kwargs),
+        explained_run(args, kwargs),
+        _frozen(plain),
+        _plain_products(),
+        counter,
+    ):
         plain(*args, **kwargs)
     return {"Global": {}, **counter.get_flop_counts()}
 
@@ -94,12 +100,13 @@ def parameter_count(model: nn.Module) -> int:
 def weight_count(model: nn.Module) -> int:
     """The weights of linear, convolution, recurrent and embedding layers and of attention's projections, each once."""
     weights: dict[int, int] = {}
-    for module in model.modules():
-        for name in weight_names(module):
-            weight = getattr(module, name)
-            if weight is not None:
-                owner = module._parameters.get(name)  # a parametrised weight is computed anew at each access
-                weights[id(module) if owner is None else id(owner)] = weight.numel()
+    with evaluating(model):  # a spectral norm goes one step on with every look at its weight in training
+        for module in model.modules():
+            for name in weight_names(module):
+                weight = getattr(module, name)
+                if weight is not None:
+                    owner = module._parameters.get(name)  # a parametrised weight is computed anew at each access
+                    weights[id(module) if owner is None else id(owner)] = weight.numel()
     return sum(weights.values())
 
 

@@ -44,8 +44,8 @@ def latencies(calls: Sequence[tuple[nn.Module, ExampleInputs]], *, min_seconds: 
         for call in calls:
             model, args, kwargs = stack.enter_context(inference(*call))
             timers.append(_timer(model, args, kwargs))
-            with explained_run(args, kwargs):
-                first.append(timers[-1].timeit(1).median)  # it warms up, and tells how many make a round
+            stack.enter_context(explained_run(args, kwargs))
+            first.append(timers[-1].timeit(1).median)  # it warms up, and tells how many make a round
         runs = [max(1, round(_ROUND_SECONDS / max(seconds, 1e-9))) for seconds in first]
         spent = 0.0
         while spent < min_seconds * len(calls) or len(times[0]) < _MIN_TIMES:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlsprune.model.calls import ExampleInputs, as_call, bare_copy, device_of
+from rlsprune.model.calls import ExampleInputs, as_call, bare_copy, device_of, explained_run
+from rlsprune.model.demands import check_inputs, check_network
 from rlsprune.model.interrupts import stop_if_interrupted, uninterrupted
+from rlsprune.model.tensors import replace_data
 
 __all__ = [
     "evaluate",
@@ -46,6 +48,8 @@ def inference(
 
     The copy shares the model's parameters. Random number generators are as before afterwards.
     """
+    check_network(model, values=False)
+    check_inputs(example_inputs)
     args, kwargs = as_call(example_inputs)
     plain = bare_copy(model, share_parameters=True).eval()
     device = device_of(plain, (args, kwargs))
@@ -94,7 +98,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(flag)
             for module, name, buffer, version, values in buffers:
                 module._buffers[name] = buffer
-                if buffer._version != version:
+                # Fused kernels, such as that of fake quantisation, write without counting it as a version.
+                if buffer.shape != values.shape:
+                    replace_data(buffer, values)
+                elif buffer._version != version or not torch.equal(buffer, values):
                     buffer.copy_(values)
 
 
@@ -143,7 +150,8 @@ def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleIn
             stop_if_interrupted()
             paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)
             args, kwargs = as_call(batch[0] if paired else batch)
-            model(*args, **kwargs)
+            with explained_run(args, kwargs, "a batch"):
+                model(*args, **kwargs)
             count += 1
     return count
 

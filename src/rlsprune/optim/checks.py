@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlsprune.model.arguments import check_argument
+from rlsprune.model.arguments import check_argument, is_count
+from rlsprune.model.demands import check_network
 from rlsprune.optim.entries import form_of, upgraded
 from rlsprune.optim.packing import INVERSE, VELOCITY, State
 
@@ -29,19 +30,22 @@ def check_settings(
     on_fault: str,
 ) -> None:
     """Raises if one of :class:`rlsprune.RLS`'s settings is out of its range, or there is nothing to train."""
-    check_argument("lr", lr, 0 <= lr < math.inf, "a number ≥ 0")
-    check_argument("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
-    check_argument("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
-    check_argument("mean_scale", mean_scale, 0 < mean_scale < math.inf, "a number > 0")
-    check_argument("p0", p0, 0 < p0 < math.inf, "a number > 0")
-    check_argument("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a number ≥ 0")
-    check_argument("fallback_lr", fallback_lr, 0 <= fallback_lr < math.inf, "a number ≥ 0")
-    check_argument("rank", rank, rank is None or rank >= 1, "None or at least 1")
-    check_argument("on_fault", on_fault, on_fault in ("raise", "skip"), "'raise' or 'skip'")
+    for name, value in {"lr": lr, "weight_decay": weight_decay, "fallback_lr": fallback_lr}.items():
+        check_argument(name, value, lambda number: 0 <= number < math.inf, "a number ≥ 0")
+    for name, value in {"mean_scale": mean_scale, "p0": p0}.items():
+        check_argument(name, value, lambda number: 0 < number < math.inf, "a number > 0")
+    check_argument("momentum", momentum, lambda share: 0 <= share < 1, "in [0, 1)")
+    check_argument("forgetting", forgetting, lambda share: 0 < share <= 1, "in (0, 1]")
+    check_argument("rank", rank, rank is None or is_count(rank), "None or a whole number, at least 1")
+    check_argument("on_fault", on_fault, lambda what: what in ("raise", "skip"), "'raise' or 'skip'")
     dtypes = (None, torch.float32, torch.float64)
-    check_argument("dtype", dtype, dtype in dtypes, "None, torch.float32 or torch.float64")
+    check_argument("dtype", dtype, lambda kind: kind in dtypes, "None, torch.float32 or torch.float64")
     if not isinstance(model, nn.Module):
         raise TypeError(f"RLS takes the module itself, not {type(model).__name__}: pass model, not model.parameters()")
+    check_network(model)
+    for name, p in model.named_parameters():
+        if any(size > 1 and not stride for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(f"entries of {name!r} lie in one place (strides {p.stride()}): clone() it to train it")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
 

@@ -104,10 +104,6 @@ def _obstacle(name: str, layer: Layer, modules: dict[str, nn.Module], owners: di
     """Why a layer cannot be preconditioned, or None."""
     if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
         return "its weight is computed from other parameters (a parametrisation)"
-    if isinstance(layer.weight, nn.UninitializedParameter):
-        raise ValueError(
-            f"layer {name!r} is lazy and has no shape yet: run a batch through the model before creating the optimizer"
-        )
     if not layer.weight.numel():
         return "it has no inputs, or no outputs"
     if is_sharded(layer.weight):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune.distributed.ranks import Ranks, find_ranks
+from rlsprune.model.arguments import readable_state, shown
 from rlsprune.model.calls import unwrap
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
@@ -110,8 +111,9 @@ class RLS(Optimizer):
                 mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.
         """
         settings = {"lr": lr, "momentum": momentum, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0}
-        defaults = settings | {"weight_decay": weight_decay}
-        check_settings(model, **defaults, rank=rank, fallback_lr=fallback_lr, dtype=dtype, on_fault=on_fault)
+        settings |= {"weight_decay": weight_decay}
+        check_settings(model, **settings, rank=rank, fallback_lr=fallback_lr, dtype=dtype, on_fault=on_fault)
+        defaults = {name: float(value) for name, value in settings.items()}  # a large int overflows in a kernel
         ranks = find_ranks(model, process_group)
         model = unwrap(model)
         parts = divide(model)
@@ -151,6 +153,8 @@ class RLS(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group trained by momentum SGD (at ``fallback_lr`` unless it says otherwise)."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f'the group is {shown(param_group)}: give a dict with "params"')
         if not param_group.setdefault("preconditioned", False):
             param_group.setdefault("lr", self._fallback_lr)
         super().add_param_group(param_group)
@@ -323,7 +327,8 @@ class RLS(Optimizer):
         Raises:
             ValueError: Layers or shapes differ. Nothing has changed then.
         """
-        states = states_for(self.param_groups, state_dict)
+        with readable_state("RLS"):
+            states = states_for(self.param_groups, state_dict)
         with uninterrupted():
             super().load_state_dict(state_dict)
             for p, saved in states.items():  # torch has cast them to the parameter's dtype

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from torch import nn
+from numbers import Real
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from rlsprune.model.arguments import shown
 from rlsprune.model.sharded import obstacle
 from rlsprune.prune.surgery import inner
 
-__all__ = ["check_copy", "check_kinds", "check_trained"]
+__all__ = ["check_copy", "check_kinds", "check_trained", "checked_loss"]
 
 
 def check_kinds(model: object, optimizer: object) -> None:
@@ -34,14 +37,29 @@ def check_trained(model: nn.Module, optimizer: Optimizer) -> None:
         raise ValueError("the optimizer has none of the model's parameters: give the one that trains this model")
 
 
+def checked_loss(loss: object) -> float:
+    """The loss as Python's own number.
+
+    Raises:
+        TypeError: It is not one number.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return float(loss.detach())
+    if not isinstance(loss, Real):
+        raise TypeError(f"loss is {shown(loss)}: give one number, or a tensor of one")
+    return float(loss)
+
+
 def check_copy(copy: nn.Module, model: nn.Module, *, loses_inputs: bool) -> None:
-    """Raises ValueError unless a copy of the model can be kept in its shape.
+    """Raises unless a copy of the model can be kept in its shape: TypeError if it is no module, else ValueError.
 
     Args:
         copy: The copy, or an ``AveragedModel`` of it.
         model: The model.
         loses_inputs: Whether input features may go; the indices of those that stay are kept in a buffer.
     """
+    if not isinstance(copy, nn.Module):
+        raise TypeError(f"follow() takes a copy of the model, and this is {shown(copy)}")
     shapes, others = (
         {name: tuple(p.shape) for name, p in network.named_parameters()} for network in (model, inner(copy))
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from rlsprune.model.arguments import check_argument
+from rlsprune.model.arguments import check_argument, is_count
 
 
 class Decision(Enum):
@@ -38,9 +38,12 @@ class Gate:
     """Whether the loss has been below the gate since the last prune."""
 
     def __post_init__(self) -> None:
-        check_argument("warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "at least 0")
-        check_argument("patience", self.patience, self.patience is None or self.patience >= 1, "None or at least 1")
-        check_argument("tolerance", self.tolerance, 0 <= self.tolerance < math.inf, "at least 0")
+        check_argument(
+            "warmup_epochs", self.warmup_epochs, is_count(self.warmup_epochs, 0), "a whole number, at least 0"
+        )
+        valid = self.patience is None or is_count(self.patience)
+        check_argument("patience", self.patience, valid, "None or a whole number, at least 1")
+        check_argument("tolerance", self.tolerance, lambda share: 0 <= share < math.inf, "at least 0")
 
     @property
     def level(self) -> float:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rlsprune.graph import Group, plan_cuts
+from rlsprune.model.arguments import check_iterable
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
 from rlsprune.model.modes import evaluate, evaluating, full_precision, refuse_inference_mode, run_once
@@ -250,6 +251,7 @@ class Operation:
         if self._sample is None:
             reason = "statistics='training'" if self.settings.needs_inverse else "no P is needed for its settings"
             raise ValueError(f"calibrate gathers exact statistics, which this pruner does not use: {reason}")
+        check_iterable("batches", batches, "give a list of batches or a DataLoader")
         with self._sample.everything(), shown_progress() as tell:
             seen = evaluate(self.network.model, watched(batches, "calibrating", tell), self._example_inputs)
         if not seen:

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from rlsprune.graph import Group
 from rlsprune.io import modelfile
+from rlsprune.model.arguments import check_callable, readable_state
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.selector import strip_inputs
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.checks import check_copy, check_kinds, check_trained
+from rlsprune.prune.checks import check_copy, check_kinds, check_trained, checked_loss
 from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.gate import Decision, Gate
@@ -114,6 +115,8 @@ class Pruner:
                 every event and preview, with the model in evaluation mode and without gradients.
         """
         check_kinds(model, optimizer)
+        check_callable("on_prune", on_prune)
+        check_callable("held_out_loss", held_out_loss)
         gate = Gate(warmup_epochs, patience, tolerance)
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizer, self.example_inputs = optimizer, example_inputs
@@ -128,7 +131,7 @@ class Pruner:
             statistics,
             min_channels,
             round_to,
-            dict(target) if isinstance(target, Mapping) else target or {},
+            {} if target is None else dict(target) if isinstance(target, Mapping) else target,
         )
         self._on_prune = on_prune
         self.held_out_loss = held_out_loss
@@ -194,7 +197,7 @@ class Pruner:
             loss: The loss to compare with those at earlier prunes; which one is up to the caller. Of several ranks,
                 each gives that of its share, and the mean counts.
         """
-        loss = self._network.mean(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        loss = self._network.mean(checked_loss(loss))
         state, event = self._state.copy(), None
         if not math.isfinite(loss):
             epoch = state.gate.epoch + 1
@@ -358,8 +361,8 @@ class Pruner:
             ValueError: The state is no pruner's, or of another network, or of other copies of it. Nothing has changed
                 then.
         """
-        with self._network.traced_again():
-            loaded, original = self._state.loaded(state, self._network), dict(state["original"])
+        with readable_state("Pruner"), self._network.traced_again():
+            loaded, original = self._state.loaded(state, self._network), {**state["original"]}
         with uninterrupted():
             self._operation.budget.original |= original
             self._commit(loaded)

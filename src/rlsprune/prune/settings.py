@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rlsprune.graph import ChannelGraph, Group
-from rlsprune.model.arguments import check_argument
+from rlsprune.model.arguments import check_argument, is_count
 from rlsprune.model.selector import full_in_features
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.criteria import NAMES, Criterion
@@ -60,13 +60,16 @@ class Settings:
         given = self.input_ratio
         valid = given is None or (isinstance(given, Real) and 0 <= given < 1)
         check_argument("input_ratio", given, valid, "None or in [0, 1)")
-        known = callable(self.criterion) or self.criterion in NAMES
-        check_argument("criterion", self.criterion, known, f"one of {', '.join(NAMES)}, or a callable")
-        check_argument("inverse", self.inverse, self.inverse in INVERSES, f"one of {', '.join(INVERSES)}")
-        check_argument("statistics", self.statistics, self.statistics in ("exact", "training"), "'exact' or 'training'")
+        if not callable(self.criterion):
+            known = f"one of {', '.join(NAMES)}, or a callable"
+            check_argument("criterion", self.criterion, lambda name: name in NAMES, known)
+        check_argument("inverse", self.inverse, lambda name: name in INVERSES, f"one of {', '.join(INVERSES)}")
+        check_argument(
+            "statistics", self.statistics, lambda name: name in ("exact", "training"), "'exact' or 'training'"
+        )
         for option in ("min_channels", "round_to"):
             count = getattr(self, option)
-            check_argument(option, count, isinstance(count, Integral) and int(count) >= 1, "a whole number, at least 1")
+            check_argument(option, count, is_count(count), "a whole number, at least 1")
         check_argument("target", self.target, isinstance(self.target, Mapping), 'a mapping such as {"params": 0.1}')
         for what, share in self.target.items():
             counted = what == "inputs" and isinstance(share, Integral) and share >= 1

@@ -53,7 +53,8 @@ class PruningState:
         Raises:
             ValueError: The state is no pruner's, or of another network, or of other copies of it.
         """
-        missing = [key for key in ("gate", "done", "history", "original", "recovered") if key not in state]
+        keys = ("gate", "done", "history", "original", "recovered")
+        missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
         if missing:
             raise ValueError(
                 f"the state of a pruner has {quoted(missing)}, too: give what Pruner.state_dict() returned"
@@ -62,7 +63,7 @@ class PruningState:
         _check_sizes(history, network)
         loaded = replace(
             self.copy(),
-            first_inputs=dict(state.get("first_inputs", {})),  # which 0.1.0 did not save
+            first_inputs={**state.get("first_inputs", {})},  # which 0.1.0 did not save
             history=history,
             recovered=_snapshots(state["recovered"], network),
             done=bool(state["done"]),

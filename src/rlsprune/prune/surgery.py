@@ -16,6 +16,7 @@ from rlsprune.distributed.ddp import rebuild
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import find_ranks
 from rlsprune.graph import ChannelGraph, find_groups, open_attention_of
+from rlsprune.graph.build import module_names
 from rlsprune.graph.cuts import Cuts, cut
 from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.sharded import settle, sharded_modules
@@ -39,7 +40,7 @@ class LiveNetwork:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, example_inputs: ExampleInputs, ignore: str | Iterable[str] = ()
+        self, model: nn.Module, optimizer: Optimizer, example_inputs: ExampleInputs, ignore: Iterable[str] = ()
     ) -> None:
         self.ranks = optimizer.ranks if isinstance(optimizer, RLS) else find_ranks(model)
         """The processes that train the network together, or None."""
@@ -47,7 +48,7 @@ class LiveNetwork:
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self._divided = bool(sharded_modules(self.model))
         self.optimizer, self.copies = optimizer, list[nn.Module]()
-        self._example_inputs, self._ignore = example_inputs, ignore if isinstance(ignore, str) else tuple(ignore)
+        self._example_inputs, self._ignore = example_inputs, module_names(ignore)
         self._graph: ChannelGraph | None = self._find_graph()
         self._parameters = dict(self.model.named_parameters())
         self._shapes = self._present_shapes()

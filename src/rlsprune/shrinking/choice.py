@@ -120,7 +120,7 @@ def find_curves(
         if group.products:
             reading = [seen.get(_home(member, modules, names)) for member in attended[group.name]]
             readers.append(_score_reader(group, products.get(group.name), reading))
-        return eliminate(readers, group.size)
+        return eliminate(readers, group.size, repr(group.name))
 
     replay = Replay(whole, watched, batches.calls, ahead=False)
     lanes = batches.lanes(sites)

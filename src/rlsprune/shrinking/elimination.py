@@ -156,11 +156,14 @@ class FixedScores:
         """Nothing is refitted."""
 
 
-def eliminate(readers: Sequence[UnitReader], size: int) -> Curve:
+def eliminate(readers: Sequence[UnitReader], size: int, name: str = "the group") -> Curve:
     """Removes the unit that costs its readers least, again and again, until one is left.
 
     Of two channels that stand in for each other, each costs little as long as the other is there: so scores are taken
     anew after each removal. Of many units several go at a time.
+
+    Raises:
+        ValueError: The costs are no numbers, as weights or inputs of a reader are not finite.
     """
     alive = torch.ones(size, dtype=torch.bool)
     order: list[int] = []
@@ -171,6 +174,11 @@ def eliminate(readers: Sequence[UnitReader], size: int) -> Curve:
         for reader in readers:
             own = reader.scores()
             scores[: len(own)] += own
+        if not bool(scores[alive].isfinite().all()):
+            raise ValueError(
+                f"what the channels of {name} are worth is not finite: weights or inputs of the layers that read them "
+                "are not, or overflow. Check the network and the batches"
+            )
         scores[~alive] = torch.inf
         count = min(left - 1, max(1, left // _AT_ONCE, int(step * left)))
         worst = torch.sort(scores, stable=True).indices[:count]

@@ -98,7 +98,7 @@ def head_moments(model: nn.Module, members: Sequence[Member], batches: Calibrati
         found.append(_Wanted(member.index - start, member.side == "out"))
         if weight is not None:
             wanted.setdefault(id(weight), []).append(found[-1])
-    for call in batches.calls:
+    for call in batches.calls if wanted else ():
         mask = call.get("attention_mask") if isinstance(call, Mapping) else None
         args, kwargs = as_call(call)
         with torch.no_grad(), _MomentsWatch(wanted, mask if isinstance(mask, Tensor) else None):

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from rlsprune.graph.sites import DROPOUTS, Site, add_as, is_sum, keeps_rows, layer_names
-from rlsprune.model.calls import ExampleInputs, as_call
+from rlsprune.model.calls import ExampleInputs, as_call, explained_run
 from rlsprune.model.lanes import Lane
 from rlsprune.model.product import Product, product_of
 
@@ -114,7 +114,7 @@ class _Forward(TorchFunctionMode):
 
     def _forward(self, lane: Lane[Stop]) -> None:
         args, kwargs = as_call(self._batch)
-        with torch.no_grad(), self:
+        with torch.no_grad(), explained_run(args, kwargs, "a batch"), self:
             self._model(*args, **kwargs)
 
     def _stop(self, stop: Stop) -> None:

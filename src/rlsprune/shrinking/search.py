@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from rlsprune.distributed.ddp import rebuild_around
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import Ranks, find_ranks
-from rlsprune.model.arguments import check_argument
+from rlsprune.graph.build import module_names
+from rlsprune.model.arguments import check_argument, check_callable, is_count
 from rlsprune.model.calls import ExampleInputs, bare_copy, unwrap
+from rlsprune.model.demands import check_network
 from rlsprune.model.modes import full_precision, refuse_inference_mode, run_once
 from rlsprune.model.progress import Progress, shown_progress
 from rlsprune.model.tensors import forget_compiled_code, is_sharded
@@ -112,15 +114,18 @@ def shrink(
         True
     """
     refuse_inference_mode("shrink")
-    check_argument("max_drop", max_drop, max_drop is None or max_drop >= 0, "None or at least 0")
-    check_argument("recovery_epochs", recovery_epochs, recovery_epochs >= 0, "at least 0")
-    check_argument("ratio", ratio, 0 < ratio < 1, "above 0 and below 1")
-    check_argument("calibration", calibration, calibration >= 1, "at least 1")
-    check_argument("min_channels", min_channels, min_channels >= 1, "at least 1")
-    check_argument("round_to", round_to, round_to >= 1, "at least 1")
+    check_argument("max_drop", max_drop, lambda drop: drop is None or drop >= 0, "None or at least 0")
+    check_argument("recovery_epochs", recovery_epochs, is_count(recovery_epochs, 0), "a whole number, at least 0")
+    check_argument("ratio", ratio, lambda share: 0 < share < 1, "above 0 and below 1")
+    for name, count in {"calibration": calibration, "min_channels": min_channels, "round_to": round_to}.items():
+        check_argument(name, count, is_count(count), "a whole number, at least 1")
+    functions = {"loss": loss, "score": score, "optimizer": optimizer, "on_point": on_point, "on_progress": on_progress}
+    for name, function in functions.items():
+        check_callable(name, function)
     goal = _goal(target, max_drop)
     if max_drop is not None and valid is None and score is None:
         warnings.warn("max_drop is measured on batches that layers are refitted on: give valid=", stacklevel=2)
+    check_network(model)
     ranks, reduction = _find_ranks(model, process_group)
     given_model, model = model, unwrap(model)
     first = next(model.parameters(), None)
@@ -143,7 +148,7 @@ def shrink(
             return objective.score(network, scored) if score is None else reduction.mean(float(score(network)))
 
         cutter = _Cutter(
-            model, given.example, Calibration.of(sample, ranks), tuple(ignore), min_channels, round_to, tell
+            model, given.example, Calibration.of(sample, ranks), module_names(ignore), min_channels, round_to, tell
         )
         stack.callback(rebuild_around, given_model)
         stack.enter_context(full_precision(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.model.arguments import check_argument
+from rlsprune.model.demands import check_network
 from rlsprune.model.tensors import forget_compiled_code, full_precision
 from rlsprune.optim.compiled import enlist, exporting, noticed
 from rlsprune.optim.entries import RANK, form_of, initial_entry, inverse_step
@@ -66,7 +68,11 @@ class InputStatistics:
             ranks: Of kind ``"exact"``: the processes that each see a share of every batch. The sample is then of all of
                 them, and they have to ask for it together.
         """
-        check_argument("kind", kind, kind in ("exact", "training"), "'exact' or 'training'")
+        check_argument("kind", kind, lambda name: name in ("exact", "training"), "'exact' or 'training'")
+        for name, value in {"mean_scale": mean_scale, "p0": p0}.items():
+            check_argument(name, value, lambda number: 0 < number < math.inf, "a number > 0")
+        check_argument("damping", damping, lambda number: 0 <= number < math.inf, "a number ≥ 0")
+        check_network(model)
         self._mean_scale, self._p0, self._damping, self._ranks = mean_scale, p0, damping, ranks
         self._everything = False
         self.active = True
@@ -198,7 +204,7 @@ class _Hook:
         self._statistics = None if statistics is None else weakref.ref(statistics)
         self._name = name
         self._number = None if layer is None else enlist(self, layer)
-        self._mark = None if layer is None else torch.zeros((), device=layer.weight.device)
+        self._mark = None if layer is None else torch.zeros((), device=next(layer.parameters()).device)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None, str]]:
         return _Hook, (None, self._name)

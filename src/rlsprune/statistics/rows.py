@@ -58,7 +58,7 @@ def sample_rows(
             rows = rows[own.to(rows.device)]
         return rows.clone().unsqueeze(0), drawn
     assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    if inputs.dim() == layer.weight.dim() - 1:
+    if inputs.dim() == 1 + len(layer.kernel_size):  # not weight.dim(): a look at a spectral norm's weight changes it
         inputs = inputs.unsqueeze(0)
     chosen = _draw(ranks * len(inputs), max(1, count // _PATCHES), generator)
     places, own = _of_rank(chosen, rank, len(inputs))

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from rlsprune.distributed.ranks import Ranks
+from rlsprune.model.arguments import check_iterable
 from rlsprune.model.calls import ExampleInputs, batch_size
+from rlsprune.model.demands import check_inputs
 
 __all__ = ["GivenBatches", "Pair", "Sample", "as_pair", "split"]
 
@@ -68,6 +70,7 @@ class GivenBatches:
     """
 
     def __init__(self, batches: Iterable[Any], device: torch.device, name: str, ranks: Ranks | None = None) -> None:
+        check_iterable(name, batches, "give a list of batches or a DataLoader")
         if isinstance(batches, Iterator):
             raise ValueError(
                 f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
@@ -77,6 +80,7 @@ class GivenBatches:
         if not all(self._of_each(batch is not None)):
             raise self._empty()
         first = self._moved(as_pair(batch))
+        check_inputs(first[0], f"batch 1 of {name}")
         self.named = isinstance(batch, Mapping)
         """Whether a batch is a mapping, so that its labels are meant for the network itself."""
         self.example: ExampleInputs = _cut(first[0], slice(0, 1), batch_size(first[0]))
@@ -85,7 +89,13 @@ class GivenBatches:
         """The targets of the first batch, or None."""
 
     def __iter__(self) -> Iterator[Pair]:
-        return (self._moved(as_pair(batch)) for batch in self._batches)
+        return map(self._moved, self._pairs())
+
+    def _pairs(self) -> Iterator[Pair]:
+        for number, batch in enumerate(self._batches, 1):
+            pair = as_pair(batch)
+            check_inputs(pair[0], f"batch {number} of {self._name}")
+            yield pair
 
     def __len__(self) -> int:
         return len(self._batches) if isinstance(self._batches, Sized) else sum(1 for _ in self._batches)
@@ -97,7 +107,7 @@ class GivenBatches:
         """
         if not isinstance(self._batches, Sequence):
             return self._numbered(self._first(math.ceil(count / len(self._of_each(0)))))
-        pairs = [as_pair(batch) for batch in self._batches]
+        pairs = list(self._pairs())
         sizes = [batch_size(inputs) for inputs, _ in pairs]
         starts, total = self._starts(sizes)
         every = max(1, math.ceil(total / count))

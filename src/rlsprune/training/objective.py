@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from rlsprune.distributed.ranks import Ranks
-from rlsprune.model.calls import as_call, batch_size, output_tensors
+from rlsprune.model.calls import as_call, batch_size, explained_run, output_tensors
 from rlsprune.model.modes import evaluating
 from rlsprune.training.batches import Pair
 from rlsprune.training.loop import Loss
@@ -70,6 +70,10 @@ class Objective:
             outputs = _predictions(_call(given, inputs))
         if not outputs:
             raise ValueError("the network returns no floating-point tensor: there is nothing to compare")
+        if any(output.layout is not torch.strided or output.is_nested for output in outputs):
+            raise ValueError("the network returns a sparse or nested tensor, which cannot be compared: let it be dense")
+        if not all(bool(output.isfinite().all()) for output in outputs):
+            raise ValueError("the network's outputs on the first batch are not finite: check its weights and the batch")
         self.labelled = isinstance(targets, Tensor)
         whole = self.labelled and not targets.is_floating_point() and targets.dtype != torch.bool
         self.class_labels = whole and len(outputs) == 1 and _class_dim(outputs[0], targets) is not None
@@ -190,7 +194,8 @@ class Objective:
 
 def _call(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = as_call(inputs)
-    return model(*args, **kwargs)
+    with explained_run(args, kwargs, "a batch"):
+        return model(*args, **kwargs)
 
 
 def _classes(model: nn.Module, inputs: Any) -> Tensor:
