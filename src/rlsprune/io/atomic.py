@@ -129,5 +129,7 @@ def read_text(path: str | os.PathLike[str], remedy: str) -> str:
         if len(content) > MAX_TEXT:
             raise FileError(path, f"it is larger than the {MAX_TEXT:,} bytes that are read", remedy)
         return content.decode("utf-8")
+    except FileNotFoundError as error:
+        raise FileError(path, "there is no such file", remedy) from error
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(path, f"it cannot be read ({error})", remedy) from error

@@ -70,7 +70,7 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
     """
     check_name(path)
     if Path(path).suffix != ".pt2":
-        raise ValueError(f"{os.fspath(path)}: programs of torch.export are kept in files that end in .pt2")
+        raise ValueError(f"{os.fspath(path)}: programs of torch.export are kept in files that end in .pt2; name it so")
     with shown_progress() as tell, inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
         tell(f"exporting to {Path(path).name}", 0, None)
         references = _references(plain, (args, kwargs), path)

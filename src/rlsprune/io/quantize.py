@@ -162,7 +162,7 @@ def _checked(array: Any, node: Any) -> Any:
     if kind != node.type:
         raise ValueError(f"batches holds inputs of type {kind}, the network takes {node.type}: convert them")
     if array.dtype.kind == "f" and not (abs(array) < float("inf")).all():
-        raise ValueError("batches holds inputs that are not finite: their range cannot be measured")
+        raise ValueError("batches holds inputs that are not finite, so their range cannot be measured: leave them out")
     return array
 
 

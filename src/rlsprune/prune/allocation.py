@@ -57,7 +57,9 @@ def allocate(
         ValueError: The loss is not finite before any cut, or after every one.
     """
     if not math.isfinite(before):
-        raise ValueError(f"held_out_loss() gave {before} before anything was cut: training has diverged")
+        raise ValueError(
+            f"held_out_loss() gave {before} before anything was cut: training has diverged, so lower the learning rate"
+        )
     steps: dict[str, list[Step]] = {}
     for group in groups:
         ratio = settings.ratio_of(group)
@@ -72,7 +74,8 @@ def allocate(
         return settings
     if all(group_steps[0].increase == math.inf for group_steps in steps.values()):
         raise ValueError(
-            f"held_out_loss() gave {before:g} before anything was cut, and no number after any cut: check it"
+            f"held_out_loss() gave {before:g} before anything was cut, and no finite number after any cut: let it "
+            "evaluate the model itself, in the shape that it has at that moment"
         )
     return settings.shared_out(share_out(steps, Costs(tensors, [group for group in groups if group.name in steps])))
 

@@ -67,7 +67,7 @@ def check_copy(copy: nn.Module, model: nn.Module, *, loses_inputs: bool) -> None
         name = next(name for name in {**shapes, **others} if shapes.get(name) != others.get(name))
         raise ValueError(
             f"follow() takes a copy of the model, and {name!r} has the shape {others.get(name)} in this one, "
-            f"{shapes.get(name)} in the model"
+            f"{shapes.get(name)} in the model: make it with copy.deepcopy(model)"
         )
     if loses_inputs and isinstance(copy, AveragedModel) and copy.use_buffers:
         raise ValueError(

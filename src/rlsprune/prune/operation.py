@@ -250,12 +250,12 @@ class Operation:
         """Samples the inputs that given batches make."""
         if self._sample is None:
             reason = "statistics='training'" if self.settings.needs_inverse else "no P is needed for its settings"
-            raise ValueError(f"calibrate gathers exact statistics, which this pruner does not use: {reason}")
+            raise ValueError(f"calibrate() gathers exact statistics, which are not used here ({reason}): leave it out")
         check_iterable("batches", batches, "give a list of batches or a DataLoader")
         with self._sample.everything(), shown_progress() as tell:
             seen = evaluate(self.network.model, watched(batches, "calibrating", tell), self._example_inputs)
         if not seen:
-            raise ValueError("calibrate was given no batch")
+            raise ValueError("calibrate was given no batch: give it some batches of inputs")
 
     def restart_sample(self, seed: int, active: bool) -> None:
         """Forgets the sample; from here on training forwards are sampled, or not: it costs a part of every step."""

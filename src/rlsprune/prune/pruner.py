@@ -171,7 +171,9 @@ class Pruner:
             Pruner(2 groups, 354 parameters (100 %), epoch 0, no event yet)
         """
         if not isinstance(optimizer, RLS):
-            raise ValueError(f"the paper prunes by the P of RLS, and the optimizer is {type(optimizer).__name__}")
+            raise ValueError(
+                f"the paper prunes by the P of RLS, the optimizer is {type(optimizer).__name__}: RLS(..., rank=None)"
+            )
         if optimizer.rank is not None:
             raise ValueError(
                 f"the paper keeps P whole, and the optimizer has rank={optimizer.rank}: RLS(..., rank=None)"
@@ -201,7 +203,9 @@ class Pruner:
         state, event = self._state.copy(), None
         if not math.isfinite(loss):
             epoch = state.gate.epoch + 1
-            raise ValueError(f"loss={loss} in epoch {epoch}: training has diverged. Nothing was pruned")
+            raise ValueError(
+                f"loss={loss} in epoch {epoch}: training has diverged, nothing was pruned. Lower the learning rate"
+            )
         decision = state.gate.step(loss)
         with uninterrupted():
             opened = decision is Decision.PRUNE and not self.done

@@ -38,7 +38,7 @@ def ranked_inputs(
         if group.is_input and isinstance(layer := group.consumers[0].module, nn.Linear)
     }
     if not widths:
-        raise ValueError("the network reads no flat input features that could go: there is nothing to rank")
+        raise ValueError("the network reads no flat input features that could go: nothing can be ranked")
     return {name: _ranks(name, width, first.get(name, range(width)), history) for name, width in widths.items()}
 
 

@@ -37,10 +37,13 @@ def choose_units(name: str, scores: Sequence[Tensor], size: int, ratio: float, k
     for score in scores:
         if score.shape not in ((size,), (size, nodes)):
             raise ValueError(
-                f"the criterion gave scores of shape {tuple(score.shape)} for {name!r}, which has {size} units"
+                f"the criterion gave scores of shape {tuple(score.shape)} for {name!r}, which has {size} units: return "
+                "one score for each"
             )
         if not bool(score.isfinite().all()):
-            raise FloatingPointError(f"the criterion gave scores that are not finite for {name!r}")
+            raise FloatingPointError(
+                f"the criterion gave scores that are not finite for {name!r}: lower lr, or check the criterion"
+            )
         flat = score.detach().cpu().reshape(size, -1).expand(size, nodes).flatten()
         orders.append(torch.sort(flat, stable=True).indices.tolist())
     worst = [order[: cut_size(ratio, size * nodes)] for order in orders]

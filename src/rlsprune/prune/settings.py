@@ -127,7 +127,9 @@ class Settings:
         known = {name for group in graph for name in _names(group)}
         inputs = sum(group.is_input for group in graph)
         if "inputs" in self.target and not inputs:
-            raise ValueError(f"target={dict(self.target)}: the network reads no flat input features that could go")
+            raise ValueError(
+                f"target={dict(self.target)}: the network reads no flat input features that could go; leave inputs out"
+            )
         if inputs > 1 and isinstance(self.target.get("inputs"), Integral):
             raise ValueError(f"target={dict(self.target)}: there are {inputs} inputs; give a fraction of each")
         unknown = set(self.ratio) - known if isinstance(self.ratio, Mapping) else set()

@@ -183,9 +183,9 @@ def changed(name: str, value: object) -> Callable[[Path], None]:
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", cut, "not JSON"),
-    ("config.json", Path.unlink, "cannot be read"),
+    ("config.json", Path.unlink, "there is no such file"),
     ("metrics.jsonl", cut, "not JSON"),
-    ("metrics.jsonl", Path.unlink, "cannot be read"),
+    ("metrics.jsonl", Path.unlink, "there is no such file"),
     ("metrics.jsonl", lambda path: path.write_text("[1]\n"), "holds no JSON object"),
     ("metrics.jsonl", lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
     ("metrics.jsonl", changed("accuracy", "high"), "accuracy 'high'"),

@@ -192,7 +192,9 @@ class Structured(OneShot):
         assert self.target is not None
         too_little, enough = 0.0, 1.0 - 2.0**-_SEARCH_STEPS
         if not self._reaches(enough, scores, full):
-            raise ValueError(f"target={dict(self.target)} cannot be reached: one unit of every layer is more than that")
+            raise ValueError(
+                f"target={dict(self.target)} cannot be reached: one unit of every layer is more than that. Raise it"
+            )
         for _ in range(_SEARCH_STEPS):
             ratio = (too_little + enough) / 2
             reached = self._reaches(ratio, scores, full)

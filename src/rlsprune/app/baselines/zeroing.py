@@ -59,7 +59,9 @@ def ratio_at(model: nn.Module, target: float) -> float:
     weights = sum(weight.numel() for weight in layer_weights(model).values())
     left = target * params - (params - weights)
     if left < 1:
-        raise ValueError(f"target={target} cannot be reached: biases and norms are {params - weights} parameters")
+        raise ValueError(
+            f"target={target} cannot be reached: biases and norms are {params - weights} parameters. Raise it"
+        )
     return 1 - left / weights
 
 

@@ -16,12 +16,12 @@ from rlsprune.distributed.torchrun import joined, started_by_torchrun
 
 __all__ = ["app", "execute"]
 
-_EPILOG = """Examples: `rlsprune run` · `rlsprune report runs/*` · `rlsprune data list`
+_EPILOG = """Examples: `rlsprune run` · `rlsprune fit my_module:build_model --data photos/` · `rlsprune report runs/*`
 
 --debug, anywhere, shows the traceback of an error.
 
-Exit codes: 0 done · 1 failed (disk, network, a bug) · 2 options, settings, files or installation do not fit ·
-3 a data set is missing or damaged · 4 training diverged · 130 interrupted."""
+Exit codes: 0 done, 1 failed (disk, network, a bug), 2 options, files or installation do not fit, 3 a data set is
+missing or damaged, 4 training diverged, 130 interrupted."""
 
 app = typer.Typer(
     name="rlsprune",

@@ -54,7 +54,7 @@ def bench(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{model}, batches of {batch}, {machine['device']}, {machine['threads']} threads")
+    table = Table(title=f"{model}, batches of {batch}, {machine['device']}, threads: {machine['threads']}")
     table.add_column("")
     for column in ("ratio", "quartiles", "ms", "state MiB"):
         table.add_column(column, justify="right")

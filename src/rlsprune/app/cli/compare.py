@@ -156,7 +156,9 @@ def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
             continue
         config = RunConfig.from_dict(source.read_json("config"))
         if any(getattr(config, name) != getattr(run.config, name) for name in _IDENTITY):
-            raise ValueError(f"{run.folder} holds another run: {', '.join(config.differences(run.config))}")
+            raise ValueError(
+                f"{run.folder} holds another run: {', '.join(config.differences(run.config))}; give another --out"
+            )
         if differences := config.differences(run.config):
             say(f"{run.folder.name} was run with {', '.join(differences)}", err=True)
         found.append(replace(run, config=config))

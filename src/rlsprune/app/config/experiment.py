@@ -81,14 +81,16 @@ class RunConfig(BaseConfig):
         if self.rival_ratio is not None:
             check_option("rival_ratio", self.rival_ratio, 0 < self.rival_ratio < 1, "in (0, 1)")
             if self.method not in BASELINES:
-                raise ValueError(f"--rival-ratio is for {', '.join(BASELINES)}, not for {self.method}")
+                raise ValueError(f"--rival-ratio is for {', '.join(BASELINES)}, not for {self.method}: leave it out")
         if self.rival_target is not None:
             check_option("target", self.rival_target, 0 < self.rival_target < 1, "in (0, 1)")
             check_choice("target_of", self.rival_target_of, TARGETS)
             if self.rival_ratio is not None:
                 raise ValueError("--rival-ratio follows from --target: give one of them")
             if self.rival_target_of == "flops" and self.method in ZEROING:
-                raise ValueError(f"--target-of flops: {self.method} zeroes weights and leaves the FLOPs as they are")
+                raise ValueError(
+                    f"--target-of flops: {self.method} zeroes weights and leaves the FLOPs as they are; take params"
+                )
 
     def differences(self, other: RunConfig) -> list[str]:
         """Says in words where two configs would give other numbers; the data's folder does not matter."""

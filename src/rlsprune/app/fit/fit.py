@@ -114,7 +114,9 @@ def load_own_data(config: FitConfig) -> Dataset:
     elif table_parts(path):
         loaded = read_table(path, config.label, config.drop_columns, config.task, config.seed)
     elif config.label or config.drop_columns:
-        raise ValueError(f"--label and --drop-columns are for tables of named columns, and {path} is none")
+        raise ValueError(
+            f"--label and --drop-columns are for tables of named columns, and {path} is none: leave them out"
+        )
     elif path.is_dir():
         loaded = read_image_folder(path, config.image_size, cast(Channels | None, config.channels), config.seed)
     elif path.suffix == ".npz":
@@ -123,7 +125,7 @@ def load_own_data(config: FitConfig) -> Dataset:
         problem = "it is neither a folder of images nor a table" if path.exists() else "there is no such file"
         raise DataError(path, problem, "Give a folder of images, a .csv, .parquet or .npz file as --data")
     if config.task not in (None, loaded.task):
-        raise ValueError(f"--task {config.task}: {path} is of images of classes")
+        raise ValueError(f"--task {config.task}: {path} is of images of classes; leave --task out")
     if config.augment is not None and len(loaded.shape) != 3:
         raise ValueError(f"--augment is for images (N, C, H, W): {path} has entries of shape {loaded.shape}")
     if config.gate == "valid" and len(loaded.train) < 2:

@@ -17,7 +17,7 @@ class ResNet(nn.Sequential):
 
     def __init__(self, depth: int = 20, classes: int = 10) -> None:
         if depth < 8 or depth % 6 != 2:
-            raise ValueError(f"depth={depth} is not valid: three stages of n blocks make 6·n + 2 layers")
+            raise ValueError(f"depth={depth} is not valid: three stages of n blocks make 6·n + 2 layers, 20 or 56 say")
         layers: list[nn.Module] = [*_normed(3, 16), nn.ReLU()]
         inputs = 16
         for width in (16, 32, 64):
