@@ -74,7 +74,7 @@ def allocate(
         return settings
     if all(group_steps[0].increase == math.inf for group_steps in steps.values()):
         raise ValueError(
-            f"held_out_loss() gave {before:g} before anything was cut, and no finite number after any cut: let it "
+            f"held_out_loss() gave {before:g} before anything was cut, and no number after any cut: let it "
             "evaluate the model itself, in the shape that it has at that moment"
         )
     return settings.shared_out(share_out(steps, Costs(tensors, [group for group in groups if group.name in steps])))

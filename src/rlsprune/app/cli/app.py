@@ -20,8 +20,8 @@ _EPILOG = """Examples: `rlsprune run` · `rlsprune fit my_module:build_model --d
 
 --debug, anywhere, shows the traceback of an error.
 
-Exit codes: 0 done, 1 failed (disk, network, a bug), 2 options, files or installation do not fit, 3 a data set is
-missing or damaged, 4 training diverged, 130 interrupted."""
+Exit codes: 0 done · 1 failed (disk, network, a bug) · 2 options, files or installation do not fit \
+· 3 a data set is missing or damaged · 4 training diverged · 130 interrupted."""
 
 app = typer.Typer(
     name="rlsprune",

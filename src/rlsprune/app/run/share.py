@@ -21,7 +21,7 @@ __all__ = ["Share"]
 T = TypeVar("T")
 
 
-class Batches(Protocol):
+class RepeatedBatches(Protocol):
     """Batches to be gone through many times."""
 
     def __len__(self) -> int: ...
@@ -50,7 +50,7 @@ class Share:
         weight = len(own) * self.ranks.size / len(labels)
         return inputs.tensor_split(self.ranks.size)[self.ranks.rank], own, weight
 
-    def divided(self, batches: Batches) -> Batches:
+    def divided(self, batches: RepeatedBatches) -> RepeatedBatches:
         """This rank's part of every batch."""
         return batches if self.ranks is None else _Divided(batches, self)
 
@@ -125,7 +125,7 @@ class Share:
 class _Divided:
     """One rank's parts of batches."""
 
-    def __init__(self, batches: Batches, share: Share) -> None:
+    def __init__(self, batches: RepeatedBatches, share: Share) -> None:
         self._batches, self._share = batches, share
 
     def __len__(self) -> int:
