@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ import rlsprune
 from networks import SHAPES, cnn, fnn, target
 from reference.pruning import install, prune, snapshot
 from reference.training import ReferenceRLS, paper_loss
+from rlsprune.statistics.inputs import InputStatistics
+from rlsprune.statistics.inverse import Inverse
 
 CASES = [
     {"criterion": "rls", "inverse": "slice", "compensate": False},
@@ -62,3 +65,25 @@ def test_choices_weights_and_p_over_several_events(make: Callable[[], nn.Sequent
         if kept is not None:
             assert pruner.kept_inputs.tolist() == kept
     assert removals > 10
+
+
+def test_an_event_keeps_the_statistics_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(12, 12), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), *hidden, nn.Linear(12, 2))
+    pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.rand(2, 8), ratio=0.3)
+    pruner.calibrate([torch.rand(64, 8)])
+    made: list[weakref.ref[object]] = []
+    alive: list[int] = []
+    inverses = InputStatistics.inverses
+
+    def watched(self: InputStatistics, name: str) -> list[Inverse]:
+        alive.append(sum(P() is not None for P in made))
+        found = inverses(self, name)
+        made.extend(map(weakref.ref, found))
+        return found
+
+    monkeypatch.setattr(InputStatistics, "inverses", watched)
+    assert pruner.prune() is not None
+    assert len(made) == 8
+    assert max(alive) <= 1

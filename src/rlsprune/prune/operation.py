@@ -168,7 +168,7 @@ class Operation:
         network = self.network
 
         def trial(settings: Settings, name: str) -> list[tuple[int, float]]:
-            inverses = KnownInverses(source)
+            inverses = KnownInverses(source, keep=True)
             results: list[tuple[int, float]] = []
             with contextlib.suppress(FloatingPointError):  # there is no going further then
                 while len(results) < STEPS and self._cut(settings, inverses):
@@ -190,6 +190,7 @@ class Operation:
         """
         graph, score = self.network.graph, criterion(settings.criterion, inverses)
         removed: dict[str, list[int]] = {}
+        readers = {group.name: {member.name for member in group.consumers} for group in graph}
         with torch.no_grad():
             for name in [group.name for group in graph]:
                 left = list(range(graph[name].size))
@@ -202,6 +203,8 @@ class Operation:
                         self._remove(group, units, settings, inverses)
                         removed.setdefault(name, []).extend(left[unit] for unit in units)
                         left = [left[unit] for unit in complement(group.size, torch.tensor(units)).tolist()]
+                for layer in readers.pop(name).difference(*readers.values()):
+                    inverses.forget(layer)
         return {name: sorted(units) for name, units in removed.items()}
 
     def _remove(self, group: Group, units: list[int], settings: Settings, inverses: KnownInverses) -> None:

@@ -25,10 +25,15 @@ from rlsprune.statistics.rows import has_rows, input_rows, split_matrix, weight_
 
 
 class KnownInverses:
-    """P of each layer during one event: computed once, and smaller with every group that goes."""
+    """P of each layer during one event: computed once, and smaller with every group that goes.
 
-    def __init__(self, source: InverseOf) -> None:
-        self._source = source
+    Args:
+        source: From the name of a layer to the P of its inputs before the event.
+        keep: Whether layers are asked for again when all groups that they read are done.
+    """
+
+    def __init__(self, source: InverseOf, *, keep: bool = False) -> None:
+        self._source, self._keep = source, keep
         self._known: dict[str, list[Inverse]] = {}
         self._removals: dict[str, list[Removal[Inverse]]] = {}
 
@@ -39,6 +44,12 @@ class KnownInverses:
         if name not in self._known:
             self._known[name] = self._source(name)
         return self._known[name]
+
+    def forget(self, name: str) -> None:
+        """All groups that this layer reads are done."""
+        if not self._keep:
+            self._known.pop(name, None)
+            self._removals.pop(name, None)
 
     def remove(self, group: Group, units: list[int], ask: bool) -> Mapping[str, list[Removal[Inverse]]]:
         """These units are about to go.

@@ -23,7 +23,7 @@ from rlsprune.model.tensors import exact
 from rlsprune.shrinking.replay import Stop
 from rlsprune.training.batches import Sample, split
 
-__all__ = ["Calibration", "Lanes", "Reduction", "gather_rows"]
+__all__ = ["Calibration", "Lanes", "Reduction", "gather_rows", "rows_drawn"]
 
 T = TypeVar("T")
 
@@ -177,10 +177,7 @@ class Calibration:
             rows: How many in all; None for what suits the width of the layer.
         """
         product = stops[0].product
-        if rows is None:
-            width = product.width + 1
-            most = _MOST_ENTRIES // (width * product.groups)
-            rows = min(max(_ROWS_PER_INPUT * width, min(_LEAST_ROWS, most)), max(most, 64))
+        rows = rows_drawn(product.width + 1, product.groups) if rows is None else rows
         each = math.ceil(rows / max(inputs, 1))
         return [_drawn(stop, numbers, each, seed) for stop, numbers in zip(stops, self._numbers, strict=False)]
 
@@ -199,6 +196,12 @@ class Calibration:
             fitted.append(where[~back])
             held.append(where[back])
         return fitted, held
+
+
+def rows_drawn(inputs: int, groups: int = 1) -> int:
+    """Rows that are drawn of a layer with so many inputs in each group, on all ranks together."""
+    most = _MOST_ENTRIES // (inputs * groups)
+    return min(max(_ROWS_PER_INPUT * inputs, min(_LEAST_ROWS, most)), max(most, 64))
 
 
 def gather_rows(stops: Sequence[Stop], places: Sequence[Tensor], shifted: bool) -> Tensor:

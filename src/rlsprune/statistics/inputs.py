@@ -30,6 +30,11 @@ _BATCH_ROWS = 128
 _FEW_ROWS, _MANY_ROWS = 1024, 2048
 
 
+def rows_kept(inputs: int) -> int:
+    """Rows that are sampled of a layer with so many inputs, on all ranks together."""
+    return _FEW_ROWS if inputs > _MANY_ROWS else min(max(2 * inputs, _FEW_ROWS), _MANY_ROWS)
+
+
 class InputStatistics:
     """The inverse autocorrelation P of every layer's inputs, for networks trained with any optimizer.
 
@@ -153,7 +158,7 @@ class RowSample:
         if self._batches and self._batches[0][0].shape[::2] != rows.shape[::2]:
             self._batches.clear()  # the layer was resized
         self._batches.append((rows, drawn))
-        limit = _FEW_ROWS if n > _MANY_ROWS else min(max(2 * n, _FEW_ROWS), _MANY_ROWS)
+        limit = rows_kept(n)
         while sum(drawn for _, drawn in self._batches) - self._batches[0][1] >= limit:
             self._batches.popleft()
 

@@ -13,7 +13,9 @@ import rlsprune
 from networks import SHAPES, cnn, fnn, train
 from rlsprune.app.cli.main import main
 from rlsprune.app.costs.estimate import Machine, make_plan, measure
+from rlsprune.app.models.decoder import decoder_8b
 from rlsprune.app.models.imagenet import resnet50, vgg16, vit_large
+from rlsprune.statistics.inputs import rows_kept
 
 MACHINE = Machine(gflops=50, gbytes=10)
 
@@ -58,6 +60,51 @@ def test_the_built_in_networks_have_their_published_number_of_parameters(build: 
     assert outputs.shape == (2, 1000)
 
 
+def test_the_decoder_has_its_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        model = decoder_8b()
+        outputs = model(torch.zeros(2, 16, dtype=torch.long))
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+    assert outputs.shape == (2, 16, 128_256)
+
+
+def test_what_fully_shard_divides_and_what_it_does_not() -> None:
+    with torch.device("meta"):
+        model = decoder_8b()
+    alone, many = (make_plan(model, ranks, ranks, MACHINE, sharded=True, flops=10**12) for ranks in (1, 64))
+    assert many.inverse_bytes == alone.inverse_bytes
+    assert many.velocity_bytes == alone.velocity_bytes
+    assert many.state_bytes == alone.inverse_bytes + alone.velocity_bytes // 64
+    assert many.largest_bytes == 4 * 128_256 * 4096, "the embedding, which is larger than a block"
+    rest = 2 * many.parameter_bytes + many.velocity_bytes
+    assert rest / many.ranks_to_outgrow <= many.inverse_bytes < rest / (many.ranks_to_outgrow - 1)
+    once = 63 / 64
+    assert many.sent_bytes()["gradients"] == round(3 * once * many.parameter_bytes)
+    step, rls, event, shrink = many.work()
+    assert step.memory + rls.memory == many.training_bytes
+    # All weights and velocities twice, and 1,024 rows of each layer, as all have more than 2,048 inputs.
+    rows = 4 * 1024 * sum(layer.inputs for layer in many.layers)
+    assert event.sent == pytest.approx(once * (rows + 2 * (many.parameter_bytes + many.velocity_bytes)))
+    assert shrink.memory > 3 * many.parameter_bytes
+    assert all(work.sent == 0 for work in alone.work())
+
+
+def test_the_planned_rows_are_those_that_are_sampled() -> None:
+    """Of one rank: what the statistics hold when enough batches were seen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 30), nn.ReLU(), nn.Linear(30, 2200), nn.ReLU(), nn.Linear(2200, 3))
+    statistics = rlsprune.InputStatistics(model)
+    for _ in range(20):
+        model(torch.rand(128, 700))
+    held = {
+        name: sum(rows.nbytes for rows, _ in collector._batches) for name, collector in statistics._collectors.items()
+    }
+    inputs = {layer.name: layer.inputs for layer in make_plan(model, 1, 128, MACHINE).layers}
+    planned = {name: 4 * rows_kept(n - 1) * n for name, n in inputs.items()}
+    # A batch gives 128 rows, and the last one that is needed is kept whole.
+    assert all(planned[name] <= held[name] < planned[name] + 4 * 128 * inputs[name] for name in held)
+
+
 def test_measured_speeds_are_those_of_a_machine() -> None:
     machine = measure(size=256)
     assert 0.01 < machine.gflops < 1e6
@@ -76,5 +123,11 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     assert "it does not fit" in printed
     assert main(["plan", "digits-fnn", "--json", *speeds]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["inputs"] == 785
+    assert main(["plan", "decoder_8b", "--world-size", "1024", "--sharded", *speeds]) == 0
+    printed = capsys.readouterr().out
+    assert "from 797 processes on" in printed
+    assert "shrink" in printed
+    assert main(["plan", "vgg16", "--link", "0"]) == 2
+    assert "link=0.0 is not valid: it must be above 0" in capsys.readouterr().err
     assert main(["plan", "vgg17"]) == 2
     assert "there is no network 'vgg17'" in capsys.readouterr().err

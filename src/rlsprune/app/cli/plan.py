@@ -13,7 +13,7 @@ from rlsprune.app.experiments.registry import EXPERIMENTS
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import nn
+    from torch import Tensor, nn
 
     from rlsprune.app.costs.estimate import CostPlan
 
@@ -21,22 +21,25 @@ __all__ = ["EXAMPLES", "plan"]
 
 EXAMPLES = """Examples: `rlsprune plan vgg16 --world-size 8 --batch 256` ·
 `rlsprune plan my_module:build_model --rank 8 --memory 16` ·
-`rlsprune plan resnet50 --world-size 64 --gflops 15000 --gbytes 1200`"""
+`rlsprune plan decoder_8b --world-size 64 --sharded --gflops 15000 --gbytes 1200 --link 25`"""
 
-_BUILT_IN = ("vgg16", "resnet50", "vit_large")
+_BUILT_IN = ("vgg16", "resnet50", "vit_large", "decoder_8b")
 
 
 def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(_BUILT_IN)} (at ImageNet size), an experiment, or module:function of your own.",
+            help=f"{', '.join(_BUILT_IN)}, an experiment, or module:function of your own.",
             show_default=False,
             autocompletion=options.completing((*_BUILT_IN, *EXPERIMENTS)),
         ),
     ],
     world_size: Annotated[int, typer.Option("--world-size", help="How many processes.")] = 1,
-    batch: Annotated[int, typer.Option("--batch", help="Images per step, of all processes together.")] = 128,
+    batch: Annotated[int, typer.Option("--batch", help="Inputs per step, of all processes together.")] = 128,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="fully_shard divides weights, gradients and velocities, block by block.")
+    ] = False,
     rank: Annotated[int, typer.Option("--rank", help="The rank of P in factors; 0 for P whole.")] = 16,
     memory: Annotated[float, typer.Option("--memory", help="The memory of a process, in GiB.")] = 16.0,
     gflops: Annotated[
@@ -46,46 +49,75 @@ def plan(
     gbytes: Annotated[
         float | None, typer.Option("--gbytes", help="The memory bandwidth, in GB/s. Default: this machine's, measured.")
     ] = None,
+    link: Annotated[
+        float, typer.Option("--link", help="What a process sends to others, in GB/s. 12.5 are 100 Gbit/s.")
+    ] = 12.5,
     device: options.Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what each layer's P costs, what processes send each other, and what fits."""
+    """Say what a step, an event and a shrink cost each process in memory, time and bytes, and what fits."""
     from rich.console import Console
 
     from rlsprune.app.costs.estimate import Machine, make_plan, measure
+    from rlsprune.model.arguments import check_argument
 
+    check_argument("link", link, link > 0, "above 0")
     where = device or "cpu"
     here = Machine(0, 0) if gflops and gbytes else measure(where)
-    machine = Machine(gflops or here.gflops, gbytes or here.gbytes)
-    network = _build(model)
-    made = make_plan(network, world_size, batch, machine, rank or None)
+    machine = Machine(gflops or here.gflops, gbytes or here.gbytes, link)
+    network, example = _build(model)
+    flops = None if example is None else _flops(network, example)
+    made = make_plan(network, world_size, batch, machine, rank or None, sharded=sharded, flops=flops)
     if as_json:
         typer.echo(json.dumps(made.to_dict()))
         return
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    console.print(_table(model, made))
+    for table in (_table(model, made), _work(made)):
+        console.print(table)
     for line in [*_summary(made), _verdict(made, memory * 2**30)]:
         console.print(line)
 
 
-def _build(name: str) -> nn.Module:
-    """The network, without memory for its weights."""
+def _build(name: str) -> tuple[nn.Module, Tensor | None]:
+    """The network, without memory for its weights, and an input, if its shape is known."""
     import torch
 
     from rlsprune.app.experiments.registry import EXPERIMENTS
     from rlsprune.app.fit.model import find_builder
-    from rlsprune.app.models import imagenet
+    from rlsprune.app.models import decoder, imagenet
 
     with torch.device("meta"):
+        if name == "decoder_8b":
+            return decoder.decoder_8b(), torch.zeros(1, decoder.CONTEXT, dtype=torch.long)
         if name in _BUILT_IN:
-            network: nn.Module = getattr(imagenet, name)()
-            return network
+            return getattr(imagenet, name)(), torch.zeros(1, 3, 224, 224)
         if name in EXPERIMENTS:
-            return EXPERIMENTS[name].build()
+            return EXPERIMENTS[name].build(), None
         if ":" not in name:
             known = ", ".join([*_BUILT_IN, *EXPERIMENTS])
             raise ValueError(f"there is no network {name!r}: give one of {known}, or module:function of your own")
-        return find_builder(name, str(Path.cwd()))()
+        return find_builder(name, str(Path.cwd()))(), None
+
+
+def _flops(network: nn.Module, example: Tensor) -> int:
+    import torch
+
+    from rlsprune.model.counts import count
+
+    with torch.device("meta"):
+        return count(network, example)[1]
+
+
+def _work(made: CostPlan) -> Table:
+    from rich.table import Table
+
+    table = Table(title="each process")
+    for column in ("", "memory", "computing", "sent", "on the link"):
+        table.add_column(column, justify="left" if not column else "right")
+    for work in made.work():
+        link = _seconds(1e-9 * work.sent / made.machine.link)
+        table.add_row(work.name, _bytes(work.memory), _seconds(work.seconds), _bytes(work.sent), link)
+    return table
 
 
 def _table(name: str, made: CostPlan) -> Table:
@@ -107,16 +139,16 @@ def _table(name: str, made: CostPlan) -> Table:
 
 
 def _summary(made: CostPlan) -> list[str]:
-    sent = made.sent_bytes()
     lines = [
-        f"A rank computes {made.machine.gflops:,.0f} GFLOPS and moves {made.machine.gbytes:,.1f} GB/s.",
+        f"A rank computes {made.machine.gflops:,.0f} GFLOPS, moves {made.machine.gbytes:,.1f} GB/s and sends "
+        f"{made.machine.link:,.1f} GB/s.",
         f"Weights {_bytes(made.parameter_bytes)}. State {_bytes(made.state_bytes)} and {_seconds(made.seconds)} per "
         "step beyond momentum SGD, on every process.",
     ]
-    if made.world_size > 1:
+    if made.sharded:
         lines.append(
-            f"A process sends {_bytes(sent['gradients'])} of gradients per step as under plain DDP, and "
-            f"{_bytes(sent['means'])} of mean inputs."
+            f"P, {_bytes(made.inverse_bytes)} on every process, is more than its part of weights, gradients and "
+            f"velocities from {made.ranks_to_outgrow:,} processes on."
         )
     return lines
 
@@ -135,4 +167,6 @@ def _bytes(count: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

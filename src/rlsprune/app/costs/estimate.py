@@ -1,4 +1,4 @@
-"""What P costs per layer and per rank, by shapes alone and two measured speeds."""
+"""What training, pruning and shrinking a network cost on a number of ranks, by shapes alone and three speeds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlsprune.app.costs.work import Work, event_work, shrink_work
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.tensors import wait_for
 from rlsprune.optim.entries import capacity, entry_bytes, in_factors
@@ -28,6 +29,8 @@ class Machine:
     """The speed of a large matrix product, in 10⁹ floating-point operations a second."""
     gbytes: float
     """Moved by the rank-one update of a large P, in 10⁹ bytes a second."""
+    link: float = 12.5
+    """What a rank sends and receives, in 10⁹ bytes a second: 100 Gbit/s unless told otherwise."""
 
     def seconds(self, multiplications: float, moved: float) -> float:
         """The time of this many multiplications with their additions, and this many bytes moved."""
@@ -42,63 +45,129 @@ class LayerPlan:
     inputs: int
     """The inputs of each of its groups, with the bias."""
     outputs: int
+    groups: int
     inverse_bytes: int
     velocity_bytes: int
     seconds: float
-    """P∇W and the update of P, in one step."""
+    """P∇W and the update of P, in one step, on one rank that does all of it."""
 
 
 @dataclass(frozen=True)
 class CostPlan:
-    """What a network costs on a number of ranks, each of which keeps all of it."""
+    """What a network costs on a number of ranks."""
 
     layers: tuple[LayerPlan, ...]
     world_size: int
     batch: int
-    """Images of all ranks together."""
+    """Inputs of all ranks together."""
     rank: int | None
     machine: Machine
+    sharded: bool
+    """Whether weights, gradients and velocities are divided over the ranks, by ``fully_shard``; else each has all."""
     parameter_bytes: int
     fallback_bytes: int
     """Velocities of all that momentum SGD trains."""
     mean_bytes: int
     """The mean inputs of a step."""
+    largest_bytes: int
+    """The largest block of layers, which ``fully_shard`` gathers to compute with."""
+    flops: int | None
+    """Of a forward with one input; None if they are not known."""
+    clipped: bool
+    """Whether outputs go through a ReLU, so that `shrink` solves for a layer several times."""
+
+    @property
+    def inverse_bytes(self) -> int:
+        """P of all layers, which every rank has."""
+        return sum(layer.inverse_bytes for layer in self.layers)
+
+    @property
+    def velocity_bytes(self) -> int:
+        """Velocities of all ranks together, each counted once."""
+        return self.fallback_bytes + sum(layer.velocity_bytes for layer in self.layers)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts weights, gradients and velocities are divided."""
+        return self.world_size if self.sharded else 1
 
     @property
     def state_bytes(self) -> int:
-        """The size of the optimizer's state on every rank."""
-        return self.fallback_bytes + sum(layer.inverse_bytes + layer.velocity_bytes for layer in self.layers)
+        """The size of the optimizer's state on a rank."""
+        return self.inverse_bytes + self.velocity_bytes // self.parts
 
     @property
     def seconds(self) -> float:
-        """What a step of the optimizer takes beyond momentum SGD, on every rank."""
-        return sum(layer.seconds for layer in self.layers)
+        """What a step of the optimizer takes beyond momentum SGD, on a rank; ``fully_shard`` divides it by outputs."""
+        return sum(layer.seconds for layer in self.layers) / self.parts
 
     @property
     def training_bytes(self) -> int:
         """Weights, gradients and state of a rank, without activations."""
-        return 2 * self.parameter_bytes + self.state_bytes
+        gathered = self.largest_bytes if self.parts > 1 else 0
+        return 2 * self.parameter_bytes // self.parts + self.state_bytes + gathered
+
+    @property
+    def ranks_to_outgrow(self) -> int:
+        """With so many ranks or more, P is more than a rank's part of weights, gradients and velocities."""
+        return -(-(2 * self.parameter_bytes + self.velocity_bytes) // max(self.inverse_bytes, 1))
 
     def sent_bytes(self) -> dict[str, int]:
-        """What one rank sends in a step, by ring: for the gradients (plain DDP), and for the mean inputs."""
-        ring = 2 * (self.world_size - 1) / self.world_size
-        return {"gradients": round(ring * self.parameter_bytes), "means": round(ring * self.mean_bytes)}
+        """What one rank sends in a step, by ring: for weights and gradients as without us, and for the mean inputs."""
+        once = (self.world_size - 1) / self.world_size
+        # fully_shard gathers the weights for the forward and for the backward, and scatters the gradients' sums.
+        return {
+            "gradients": round((3 if self.parts > 1 else 2) * once * self.parameter_bytes),
+            "means": round(2 * once * self.mean_bytes),
+        }
+
+    def work(self) -> list[Work]:
+        """A step without us, what RLS adds to it, an event of a `Pruner`, and `rlsprune.shrink`; each of one rank."""
+        sent = self.sent_bytes()
+        step = [] if self.flops is None else [self._plain_step(self.flops, sent["gradients"])]
+        rls = Work("RLS beyond it", self.inverse_bytes, self.seconds, sent["means"])
+        shrink = [] if self.flops is None else [shrink_work(self, self.flops)]
+        return [*step, rls, event_work(self), *shrink]
+
+    def _plain_step(self, flops: int, sent: int) -> Work:
+        """Forward, backward (twice as much) and update of momentum SGD."""
+        own = max(1, self.batch // self.world_size)
+        held = self.training_bytes - self.inverse_bytes
+        moved = 5 * self.parameter_bytes // self.parts
+        return Work("step of momentum SGD", held, self.machine.seconds(1.5 * flops * own, moved), sent)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in plain containers."""
-        derived = {"state_bytes": self.state_bytes, "seconds": self.seconds, "sent_bytes": self.sent_bytes()}
+        derived = {
+            "state_bytes": self.state_bytes,
+            "seconds": self.seconds,
+            "sent_bytes": self.sent_bytes(),
+            "ranks_to_outgrow": self.ranks_to_outgrow,
+            "work": [asdict(work) for work in self.work()],
+        }
         return asdict(self) | derived
 
 
-def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, rank: int | None = 16) -> CostPlan:
-    """What RLS costs on a network, from its shapes: it may lie on the meta device.
+def make_plan(
+    model: nn.Module,
+    world_size: int,
+    batch: int,
+    machine: Machine,
+    rank: int | None = 16,
+    *,
+    sharded: bool = False,
+    flops: int | None = None,
+) -> CostPlan:
+    """What a network costs, from its shapes: it may lie on the meta device.
 
     Args:
         model: The network.
         world_size: How many ranks.
-        batch: Images in a batch of all ranks together.
+        batch: Inputs in a batch of all ranks together.
         machine: How fast a rank is.
         rank: As :class:`rlsprune.RLS` takes it.
+        sharded: Whether ``fully_shard`` divides it, block by block.
+        flops: Of a forward with one input.
     """
     check_argument("world_size", world_size, world_size >= 1, "at least 1")
     check_argument("batch", batch, batch >= 1, "at least 1")
@@ -113,6 +182,7 @@ def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, r
                 name=name,
                 inputs=inputs,
                 outputs=len(weight),
+                groups=groups,
                 inverse_bytes=groups * entry_bytes(inputs, rank),
                 velocity_bytes=_ITEM * sum(p.numel() for p in layer.parameters(recurse=False)),
                 seconds=machine.seconds(*_work(groups, inputs, len(weight), rank)),
@@ -125,10 +195,23 @@ def make_plan(model: nn.Module, world_size: int, batch: int, machine: Machine, r
         batch=batch,
         rank=rank,
         machine=machine,
+        sharded=sharded,
         parameter_bytes=_ITEM * sum(p.numel() for p in model.parameters()),
         fallback_bytes=_ITEM * sum(p.numel() for _, p in parts.others),
         mean_bytes=_ITEM * means,
+        largest_bytes=_ITEM * _largest_block(model),
+        flops=flops,
+        clipped=any(isinstance(module, nn.ReLU | nn.ReLU6) for module in model.modules()),
     )
+
+
+def _largest_block(model: nn.Module, listed: bool = False) -> int:
+    """Parameters of the largest member of a list of blocks, or of the largest layer outside of lists."""
+    children = list(model.children())
+    if listed or not children:
+        return sum(p.numel() for p in model.parameters())
+    lists = isinstance(model, nn.Sequential | nn.ModuleList)
+    return max(_largest_block(child, lists) for child in children)
 
 
 def _work(groups: int, inputs: int, outputs: int, rank: int | None) -> tuple[float, float]:
@@ -143,14 +226,12 @@ def _work(groups: int, inputs: int, outputs: int, rank: int | None) -> tuple[flo
 
 def measure(device: str = "cpu", size: int = 2048) -> Machine:
     """The speeds of this machine: the best of a few matrix products, and of a few updates of a P."""
-    P = torch.eye(size, device=device)
-    gradient = torch.rand(size // 2, size, device=device)
-    v = torch.rand(size, device=device) / size
+    P, gradient = torch.eye(size, device=device), torch.rand(size // 2, size, device=device)
     product = _best(lambda: gradient @ P, device)
+    wide = 4 * size  # a P of 2,048 inputs stays in the cache of a large processor, and moves ten times as fast
+    P, v = torch.eye(wide, device=device), torch.rand(wide, device=device) / wide
     update = _best(lambda: P.addcmul_(v.unsqueeze(-1), v.unsqueeze(-2), value=-1), device)
-    return Machine(
-        gflops=2e-9 * gradient.shape[0] * size * size / product, gbytes=1e-9 * 2 * _ITEM * size * size / update
-    )
+    return Machine(gflops=1e-9 * size**3 / product, gbytes=1e-9 * 2 * _ITEM * wide**2 / update)
 
 
 def _best(work: Callable[[], object], device: str, repeats: int = 5) -> float:
