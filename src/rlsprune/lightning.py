@@ -71,7 +71,7 @@ class PruneCallback(Callback):
         monitor: str | None = None,
         submodule: str = "",
         on_prune: Callable[[PruneEvent], object] | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         **settings: Any,
     ) -> None:
         """Keeps the settings; the pruner is made when training starts.
@@ -82,7 +82,7 @@ class PruneCallback(Callback):
             submodule: The name of the part to prune; the whole module by default, called by its `forward`.
             on_prune: Called with the event after each prune and each roll-back.
             mode: "max" for a monitored metric of which more is better, an accuracy say; the pruner's loss is its
-                negative then.
+                negative then. None: "min", unless the metric's name says otherwise, which is refused.
             **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor, self.submodule = example_inputs, monitor, submodule

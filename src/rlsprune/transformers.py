@@ -190,7 +190,7 @@ class PruneCallback(TrainerCallback):
         example_inputs: ExampleInputs | None = None,
         monitor: str | None = None,
         on_prune: Callable[[PruneEvent], object] | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         resume_from_checkpoint: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
@@ -201,7 +201,7 @@ class PruneCallback(TrainerCallback):
             monitor: The metric that has to recover, "eval_loss" say; None for the epoch's mean training loss.
             on_prune: Called with the event after each prune and each roll-back.
             mode: "max" for a monitored metric of which more is better, an accuracy say; the pruner's loss is its
-                negative then.
+                negative then. None: "min", unless the metric's name says otherwise, which is refused.
             resume_from_checkpoint: The checkpoint that `Trainer.train` resumes from; None: one in its `output_dir`.
             **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """

@@ -125,9 +125,29 @@ def test_any_number_of_inputs(tmp_path: Path) -> None:
     torch.testing.assert_close(found, model(*other), atol=1e-5, rtol=1e-5)
 
 
-def test_inputs_without_names_in_the_signature_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"AnyInputs\.forward takes a, b by \*\*named, .* in its signature"):
-        export_program(AnyInputs(), {"a": torch.randn(3, 4), "b": torch.randn(3, 4)}, tmp_path / "m.pt2")
+class NamedInputs(nn.Module):
+    """Some of its inputs have no names in the signature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, **named: Tensor) -> Tensor:
+        return self.first(x) - self.second(named["z"]) + named["a"]
+
+
+def test_inputs_without_names_in_the_signature(tmp_path: Path) -> None:
+    def inputs(batch: int) -> dict[str, Tensor]:
+        return {"z": torch.randn(batch, 5), "x": torch.randn(batch, 4), "a": torch.randn(batch, 1)}
+
+    model = NamedInputs()
+    forward, other = model.forward, inputs(7)
+    export_program(model, inputs(3), tmp_path / "m.pt2")
+    torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(**other), model(**other))
+    export_onnx(model, inputs(3), tmp_path / "m.onnx")
+    (found,) = run_onnx(tmp_path / "m.onnx", **other)
+    torch.testing.assert_close(found, model(**other), atol=1e-5, rtol=1e-5)
+    assert model.forward == forward
 
 
 def test_the_program_runs_without_this_package(tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ def test_bad_models_are_named() -> None:
         rlsprune.RLS(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="unfreeze"):
         rlsprune.RLS(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match="'0.weight' of the model has no shape yet"):
+    with pytest.raises(ValueError, match=r"'0\.weight' of the model has no shape yet"):
         rlsprune.RLS(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)))
     with pytest.raises(KeyError, match="'9'; there are '0', '4', '6'"):
         rlsprune.RLS(make_model()).inverse("9")

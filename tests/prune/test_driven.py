@@ -9,7 +9,7 @@ from torch import nn
 from rlsprune.prune.driven import DrivenPruner
 
 
-def driven(monitor: str | None = None, mode: str = "min") -> DrivenPruner:
+def driven(monitor: str | None = None, mode: str | None = "min") -> DrivenPruner:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     made = DrivenPruner(monitor, mode, {"warmup_epochs": 0, "criterion": "l1", "compensate": False})
     made.start(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.rand(1, 4), lambda event: None, None)
@@ -52,3 +52,18 @@ def test_faults_are_told() -> None:
         driven().note_mean("return it")
     with pytest.raises(ValueError, match="give monitor="):
         DrivenPruner(None, "max", {})
+
+
+@pytest.mark.parametrize("name", ["accuracy", "val_acc", "eval_f1", "Val/AUROC", "rougeL", "test.top5", "mAP", "acc@1"])
+def test_a_metric_that_rises_needs_its_mode(name: str) -> None:
+    with pytest.raises(ValueError, match=r"of which more is better: give mode=\"max\""):
+        DrivenPruner(name, None, {})
+    DrivenPruner(name, "min", {})
+
+
+@pytest.mark.parametrize("name", ["val_loss", "eval_perplexity", "error", "mape", "space_loss", "mse", "brier_score"])
+def test_other_metrics_fall(name: str) -> None:
+    callback = driven(name, None)
+    callback.note_metric(0.5)
+    callback.step()
+    assert callback.pruner.history[0].loss == 0.5

@@ -14,11 +14,12 @@ from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.config.fit import FitConfig
 from rlsprune.app.experiments.methods import build_model
 from rlsprune.app.experiments.registry import experiment
+from rlsprune.app.fit.bundle import DIGESTS, INT8, ONNX, PREDICT
 from rlsprune.app.report.runs import read_runs
 from rlsprune.app.run.checkpoints import Checkpoints
 from rlsprune.app.run.folder import RunFolder
 from rlsprune.io import modelfile
-from rlsprune.io.atomic import FileError
+from rlsprune.io.atomic import FileError, file_digest
 from rlsprune.io.state import load_state
 
 __all__ = ["Finding", "check_file", "check_run"]
@@ -52,6 +53,7 @@ def check_run(path: Path) -> list[Finding]:
 def _run(path: Path) -> Iterator[Finding]:
     folder = RunFolder(path)
     configs: list[RunConfig | FitConfig] = []
+    digests: dict[str, Any] = {}
 
     def config() -> str:
         values = folder.read_json("config")
@@ -67,6 +69,10 @@ def _run(path: Path) -> Iterator[Finding]:
         if run.summary is not None and configs and len(run.metrics) != configs[0].epochs:
             problem = f"it has {len(run.metrics)} lines, and the finished run has {configs[0].epochs} epochs"
             raise FileError(path / "metrics.jsonl", problem, "restore it, or remove summary.json and resume the run")
+        known = {} if run.summary is None else run.summary.get(DIGESTS, {})
+        if not isinstance(known, dict):
+            raise FileError(path / "summary.json", f"its {DIGESTS} are no digests", "remove it and resume the run")
+        digests.update(known)
         return f"{len(run.metrics)} epochs, {len(run.events)} events"
 
     yield _found("links", lambda: _no_links(folder))
@@ -81,6 +87,9 @@ def _run(path: Path) -> Iterator[Finding]:
         if configs and isinstance(configs[0], RunConfig):
             chosen = configs[0]
             yield _found("the network runs", lambda: _runs(chosen, folder.model))
+    for name in (ONNX, INT8, PREDICT):
+        if (path / name).exists() or name in digests:
+            yield _found(name, lambda name=name: _same(path / name, digests.get(name)))  # type: ignore[misc]
     if not folder.finished:
         remedy = f"resuming continues after epoch {max(sound)}" if sound else "resuming starts the run again"
         yield Finding("not finished", None, remedy)
@@ -91,6 +100,16 @@ def _found(what: str, look: Callable[[], str]) -> Finding:
         return Finding(what, None, look())
     except (ValueError, OSError) as error:  # FileError among them
         return Finding(what, str(error))
+
+
+def _same(path: Path, digest: Any) -> str:
+    if not path.is_file():
+        raise FileError(path, "it is not there, or no regular file", "resume the run, which writes it anew")
+    if digest is None:
+        return "no checksum of it is known"
+    if file_digest(path) != digest:
+        raise FileError(path, "it does not match its checksum in summary.json", "remove it and resume the run")
+    return "checksum right"
 
 
 def _no_links(folder: RunFolder) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -12,7 +13,17 @@ from pathlib import Path
 
 from rlsprune.model.arguments import shown
 
-__all__ = ["FileError", "StorageError", "check_name", "flush", "make_folder", "read_text", "replacing", "storing"]
+__all__ = [
+    "FileError",
+    "StorageError",
+    "check_name",
+    "file_digest",
+    "flush",
+    "make_folder",
+    "read_text",
+    "replacing",
+    "storing",
+]
 
 MAX_TEXT = 64 * 2**20
 """Bytes of a text file that are read at most: parsed, JSON takes a multiple of that."""
@@ -111,6 +122,12 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content, as text."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: str | os.PathLike[str], remedy: str) -> str:

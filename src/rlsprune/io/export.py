@@ -75,6 +75,7 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
         tell(f"exporting to {Path(path).name}", 0, None)
         references = _references(plain, (args, kwargs), path)
         args, kwargs = references[-1].call
+        _name_arguments(plain, kwargs)
         with _explained(plain, path):
             shapes = _dynamic_shapes(plain, references[-1].call)
             program = torch.export.export(plain, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -126,6 +127,7 @@ def export_onnx(
         plain = copy.deepcopy(plain).cpu()
         references = _references(plain, tree_map(_on_cpu, (args, kwargs)), path)
         args, kwargs = references[-1].call
+        _name_arguments(plain, kwargs)
         with _explained(plain, path), _quiet():
             shapes = _dynamic_shapes(plain, references[-1].call)
             program = torch.onnx.export(plain, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False)
@@ -243,16 +245,32 @@ def _dynamic_shapes(model: nn.Module, call: ExportCall) -> dict[str, Any]:
     args, kwargs = call
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs).arguments
-    for name, value in bound.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            raise ExportError(
-                f"{type(model).__name__}.forward takes {', '.join(value)} by **{name}, which torch.export cannot "
-                "follow with a batch of variable size: name them in its signature"
-            )
     return {
         name: tree_map(lambda leaf: {0: batch} if _is_batched(leaf, size) else None, value)
         for name, value in bound.items()
     }
+
+
+def _name_arguments(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Gives what a forward takes by ``**named`` a place in its signature: torch.export follows no others.
+
+    Args:
+        model: A copy of the user's; its forward is replaced by one that does the same.
+        kwargs: What it is called with.
+    """
+    forward: Callable[..., Any] = model.forward
+    signature = inspect.signature(forward)
+    known = [own for own in signature.parameters.values() if own.kind is not inspect.Parameter.VAR_KEYWORD]
+    if len(known) == len(signature.parameters):
+        return
+    listed = {own.name for own in known}
+    named = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in kwargs if key not in listed]
+
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    renamed.__signature__ = signature.replace(parameters=[*known, *named])  # type: ignore[attr-defined]
+    model.forward = renamed
 
 
 def _verify(references: list[_Reference], run: Callable[..., list[Any]], path: str | os.PathLike[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlsprune.distributed.ranks import Ranks
-from rlsprune.io.atomic import FileError, flush
+from rlsprune.io.atomic import FileError, file_digest, flush
 from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["joined", "read_parts", "taken_apart", "write_parts"]
@@ -62,7 +61,7 @@ def write_parts(folder: Path, parts: Mapping[str, Tensor], ranks: Ranks | None) 
     for path in folder.iterdir():
         if path.name.startswith(f"__{rank}_") or (rank == 0 and not path.name.startswith("__")):
             flush(path)
-            own[path.name] = _digest(path)
+            own[path.name] = file_digest(path)
     flush(folder)
     return own if ranks is None else {name: d for digests in ranks.gather(own) for name, d in digests.items()}
 
@@ -83,7 +82,7 @@ def read_parts(
     """
     names = sorted(digests)
     mine = names if ranks is None else names[ranks.rank :: ranks.size]
-    wrong = [name for name in mine if not (folder / name).is_file() or _digest(folder / name) != digests[name]]
+    wrong = [name for name in mine if not (folder / name).is_file() or file_digest(folder / name) != digests[name]]
     if ranks is not None:
         wrong = [name for found in ranks.gather(wrong) for name in found]
     if wrong:
@@ -109,8 +108,3 @@ def _explained(folder: Path) -> Iterator[None]:
                 raise denied from error
             problem = f"its parts cannot be read or written ({causes[0] if causes else error})"
             raise FileError(folder, problem, "use a checkpoint of this model") from error
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

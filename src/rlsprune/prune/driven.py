@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ from rlsprune.prune.pruner import Pruner
 
 __all__ = ["DrivenPruner"]
 
+# Parts of the names of metrics of which more is better.
+_RISING = re.compile(
+    r"(^|[^a-z0-9])(acc|accuracy|f1|auc|auroc|auprc|precision|recall|r2|m?ap|m?iou|dice|bleu|rouge\w*|mcc|kappa|top\d+)"
+    r"($|[^a-z0-9])"
+)
+
 
 class DrivenPruner:
     """Notes the loss of an epoch at its end, and steps the pruner when training goes on.
@@ -24,15 +31,23 @@ class DrivenPruner:
 
     Args:
         monitor: The metric that has to recover; None for the epoch's mean training loss.
-        mode: ``"max"`` if more of the metric is better.
+        mode: ``"max"`` if more of the metric is better, ``"min"`` if less is; None for less.
         settings: Arguments of the pruner.
+
+    Raises:
+        ValueError: There is no mode, and the metric's name is one of which more is better: the pruner would wait for
+            it to fall.
     """
 
-    def __init__(self, monitor: str | None, mode: str, settings: dict[str, Any]) -> None:
-        check_argument("mode", mode, mode in ("min", "max"), '"min" or "max"')
+    def __init__(self, monitor: str | None, mode: str | None, settings: dict[str, Any]) -> None:
+        check_argument("mode", mode, lambda name: name in ("min", "max", None), '"min" or "max"')
+        if mode is None and monitor is not None and _RISING.search(monitor.lower()):
+            raise ValueError(
+                f'monitor={monitor!r} looks like a metric of which more is better: give mode="max", or "min"'
+            )
         if mode == "max" and monitor is None:
             raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
-        self._sign, self._settings = (1 if mode == "min" else -1), settings
+        self._sign, self._settings = (-1 if mode == "max" else 1), settings
         self._pruner: Pruner | None = None
         self.restart_epoch()
         self._noted: float | None = None

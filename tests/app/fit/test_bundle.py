@@ -140,9 +140,36 @@ def test_score_of_the_8_bit_model_is_measured(networks: Path, npz: Path, tmp_pat
     right = run_onnx(out / "model-int8.onnx", features).argmax(1) == labels
     assert RunFolder(out).read_summary()["int8_accuracy"] == pytest.approx(100 * right.mean())
     assert (out / "model-int8.onnx").read_bytes() != (out / "model.onnx").read_bytes()
-    (out / "predict.py").unlink()
+    for name in ("predict.py", "model.onnx", "model-int8.onnx"):
+        (out / name).unlink()
     assert main(["fit", "--resume", str(out), "--quiet"]) == 0, "what is missing is written again"
-    assert (out / "predict.py").is_file()
+    for name in ("predict.py", "model.onnx", "model-int8.onnx"):
+        assert (out / name).is_file()
+
+
+def test_check_finds_damage_to_what_is_delivered(
+    networks: Path, npz: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["fit", f"{networks}:mlp", "--data", str(npz), "--out", str(out), *QUICK, "--int8"]) == 0
+    assert main(["check", str(out)]) == 0
+    for name in ("predict.py", "model.onnx", "model-int8.onnx"):
+        whole = (out / name).read_bytes()
+        (out / name).write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        capsys.readouterr()
+        assert main(["check", str(out)]) == 2
+        wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
+        assert len(wrong) == 1
+        assert name in wrong[0]
+        assert "does not match its checksum" in wrong[0]
+        (out / name).unlink()
+        assert main(["check", str(out)]) == 2
+        assert "it is not there" in capsys.readouterr().out
+        (out / name).write_bytes(whole)
+    summary = json.loads((out / "summary.json").read_text())
+    (out / "summary.json").write_text(json.dumps({**summary, "sha256": ["model.onnx"]}))
+    assert main(["check", str(out)]) == 2
+    assert "no digests" in capsys.readouterr().out
 
 
 def test_8_bits_tell_numbers_apart_that_are_far_above_their_deviation(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 from rlsprune.app.data.datasets import Dataset, stratified_choice
 from rlsprune.app.run.recipe import Recipe
 from rlsprune.app.run.scores import Scoring
-from rlsprune.io.atomic import replacing, storing
+from rlsprune.io.atomic import file_digest, replacing, storing
 from rlsprune.io.export import export_onnx
 from rlsprune.io.quantize import quantize_onnx
 from rlsprune.model.selector import kept_features
 
-__all__ = ["INT8", "ONNX", "PREDICT", "write_int8", "write_onnx"]
+__all__ = ["DIGESTS", "INT8", "ONNX", "PREDICT", "is_written", "with_digests", "write_int8", "write_onnx"]
 
 ONNX, INT8, PREDICT = "model.onnx", "model-int8.onnx", "predict.py"
+DIGESTS = "sha256"
+"""Where the summary has the digests of these files."""
 _CALIBRATION = 512  # examples that tell the ranges of the activations
 
 
@@ -52,6 +55,17 @@ def write_int8(recipe: Recipe, data: Dataset, folder: Path) -> dict[str, float]:
     network = _Session(folder / INT8)
     found = scoring(network, as_read.evaluation_batches(data.test), recipe.loss).scores
     return {f"int8_{name}": score for name, score in found.items()}
+
+
+def is_written(summary: Mapping[str, Any], folder: Path, *names: str) -> bool:
+    """Whether these files are there, and the summary knows them: what is written after them has been written, too."""
+    known = summary.get(DIGESTS, {})
+    return all(name in known and (folder / name).exists() for name in names)
+
+
+def with_digests(summary: Mapping[str, Any], folder: Path, *names: str) -> dict[str, Any]:
+    """The summary with the digests of these files; `rlsprune check` compares them."""
+    return {**summary, DIGESTS: {**summary.get(DIGESTS, {}), **{name: file_digest(folder / name) for name in names}}}
 
 
 def _metadata(model: nn.Module, recipe: Recipe, data: Dataset) -> dict[str, str]:

@@ -21,7 +21,7 @@ from rlsprune.app.data.errors import DataError
 from rlsprune.app.data.folders import Channels, read_image_folder
 from rlsprune.app.data.objects import read_objects
 from rlsprune.app.data.tables import read_table, table_parts
-from rlsprune.app.fit.bundle import ONNX, PREDICT, write_int8, write_onnx
+from rlsprune.app.fit.bundle import INT8, ONNX, PREDICT, is_written, with_digests, write_int8, write_onnx
 from rlsprune.app.fit.limit import limited
 from rlsprune.app.fit.model import find_builder, find_function, find_layout, load_weights
 from rlsprune.app.fit.standardise import find_standardisation
@@ -86,13 +86,16 @@ def fit(
             folder.write_json("summary", summary)
     if not leads() or missing_onnx_packages():
         return summary
-    if not (folder.path / ONNX).exists() or not (folder.path / PREDICT).exists():
+    if not is_written(summary, folder.path, ONNX, PREDICT):
         model = modelfile.load(folder.model, into=recipe.build_model())
         with folder.locked():
             write_onnx(model, recipe, loaded, folder.path)
-    if config.int8 and f"int8_{metric_of(summary).name}" not in summary:
+            summary = with_digests(summary, folder.path, ONNX, PREDICT)
+            folder.write_json("summary", summary)
+    if config.int8 and not is_written(summary, folder.path, INT8):
         with folder.locked():
-            summary = {**summary, **write_int8(recipe, loaded, folder.path)}
+            scores = write_int8(recipe, loaded, folder.path)
+            summary = with_digests({**summary, **scores}, folder.path, INT8)
             folder.write_json("summary", summary)
     return summary
 
