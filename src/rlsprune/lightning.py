@@ -36,7 +36,7 @@ def _take_shape(pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
 
 
 class LoadsPruned:
-    """Lets `load_from_checkpoint` of a module take checkpoints of its pruned network. Stands before `LightningModule`.
+    """Lets `load_from_checkpoint` load a pruned network. Put it before `LightningModule` among the bases.
 
     Lightning gives a checkpoint to the module alone there, and to no callback. A module that has an
     `on_load_checkpoint` of its own calls ``super().on_load_checkpoint(checkpoint)`` in it.
@@ -54,7 +54,7 @@ class LoadsPruned:
 
 
 class PruneCallback(Callback):
-    """Prunes the module a little whenever its loss has recovered from the last time.
+    """Prunes the module a little whenever its loss has recovered from the last prune.
 
     Works with automatic optimization by one optimizer, `rlsprune.RLS` or any other, on one device. Checkpoints
     carry the pruner's state and the network's shape: `Trainer.fit(…, ckpt_path=…)` and `Trainer.test(…, ckpt_path=…)`
@@ -157,7 +157,7 @@ class PruneCallback(Callback):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Sees to it that a module takes the shape of a checkpoint before it takes its weights."""
+        """Makes a module take the shape of a checkpoint before it loads the weights."""
         original = pl_module.on_load_checkpoint
 
         def resize_first(checkpoint: dict[str, Any]) -> None:

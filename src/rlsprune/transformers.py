@@ -172,7 +172,7 @@ def _take_shape(model: nn.Module, shape: Mapping[str, Any]) -> None:
 
 
 class PruneCallback(TrainerCallback):
-    """Prunes the model of a Trainer a little whenever its loss has recovered from the last time.
+    """Prunes the model of a Trainer a little whenever its loss has recovered from the last prune.
 
     Works on one device. With `monitor` every evaluation is a step of the pruner (its `warmup_epochs` count them);
     without, every epoch is. The model's configuration always has its shape, so `save_pretrained`, `Trainer.save_model`

@@ -49,7 +49,7 @@ class FileError(ValueError):
 
 
 class StorageError(OSError):
-    """Something that the disk did not take: says what, why and what to do; what was there before is intact."""
+    """A write that failed. Says what, why and what to do. What was there before is intact."""
 
     def __init__(self, path: str | os.PathLike[str], cause: OSError) -> None:
         remedy = _REMEDIES.get(cause.errno or 0, "check the disk")
@@ -71,7 +71,7 @@ def check_name(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the place of `path` at the end, or vanishes if there is an error."""
+    """Yields a path to write to. It replaces `path` at the end, or is removed if there is an error."""
     check_name(path)
     final = Path(os.path.realpath(path))  # through a symbolic link: replace its target, not the link
     if not final.parent.is_dir():
@@ -105,7 +105,7 @@ def storing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, each of them on the disk for good, as far as they are not there yet."""
+    """Makes a folder and its missing parents, and flushes each of them to the disk."""
     if path.is_dir():
         return
     make_folder(path.parent)

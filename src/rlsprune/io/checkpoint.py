@@ -161,7 +161,7 @@ def load_checkpoint(
 def _fill(
     optimizer: Optimizer, parameters: dict[str, Tensor], states: dict[str, Any], groups: list[dict[str, Any]]
 ) -> None:
-    """Gives the optimizer what was loaded, by its own way of loading."""
+    """Loads the state into the optimizer by its own `load_state_dict`."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     packed = optimizer.state_dict()
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -183,7 +183,7 @@ def _random_states(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _restore_random(states: list[dict[str, Tensor]], model: nn.Module, ranks: Ranks | None) -> None:
-    """Goes on with this rank's own numbers, if it was there, and on the same kind of device."""
+    """Restores this rank's random state, if the checkpoint has it for this kind of device."""
     rank, device = 0 if ranks is None else ranks.rank, _device(model)
     if rank >= len(states):
         return

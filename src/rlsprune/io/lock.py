@@ -1,4 +1,4 @@
-"""One process at a time: a lock that the system lets go of when its holder ends, however it ends."""
+"""One process at a time: a lock that the system releases when its holder ends, however it ends."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
 
 
 def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
-    """Makes a fresh model fit a file of `save`, and fills it.
+    """Gives a fresh model the shape and the weights of a file that `save` wrote.
 
     The layers are resized in place, so the `Parameter` objects, their devices and flags stay. Everything in the file is
     checked against the model first: either all of it is taken or the model is left as it was.
@@ -246,7 +246,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file of `save` says about its model, without a model and without reading the weights.
+    """Reads the metadata of a file that `save` wrote. Needs no model and does not read the weights.
 
     Returns:
         `format` (int), `shapes` (name → tuple), `layers` (name → sizes), `kept_inputs` (layer → list of indices of

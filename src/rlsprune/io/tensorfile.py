@@ -77,13 +77,13 @@ class TensorFile:
                 raise ValueError(f"{name[:80]!a} is of the unusual type {entry.get_dtype()}")
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, without a look at the checksum."""
+        """One tensor, without verifying the checksum."""
         with uninterrupted():  # safetensors takes Ctrl-C for damage
             tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, once they are found to be what was written."""
+        """All tensors, after the checksum was verified."""
         tensors = {name: self.tensor(name).clone() for name in self.entries}  # clone: off the mapped file
         if digest(self.text, tensors) != self.checksum:
             raise ValueError("its data does not match its checksum: it was damaged or changed")

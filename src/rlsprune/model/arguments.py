@@ -1,4 +1,4 @@
-"""Bad arguments are refused first, with the value in the message."""
+"""Refuses bad arguments, with the value in the message."""
 
 from __future__ import annotations
 

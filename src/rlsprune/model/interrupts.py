@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment that suits: a change of several parts is made whole, or not at all.
+"""Holds Ctrl-C back, so that a change of several parts is made whole or not at all.
 
 Python raises `KeyboardInterrupt` between any two instructions of the main thread, inside ``finally`` blocks too. So a
 block that changes a user's objects runs inside `uninterrupted`: Ctrl-C is noted there, and raised where the block asks
@@ -17,7 +17,7 @@ __all__ = ["interruptible", "stop_if_interrupted", "uninterrupted"]
 
 
 class _Held:
-    """Whether Ctrl-C was pressed while it was held back, and who is to hear of it."""
+    """Whether Ctrl-C was pressed while it was held back, and the handler to call."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -43,7 +43,7 @@ class _Held:
         return True
 
     def release(self) -> None:
-        """Ctrl-C works as before again."""
+        """Restores the handler of Ctrl-C."""
         if self.holding:
             signal.signal(signal.SIGINT, self.handler)
 

@@ -1,4 +1,4 @@
-"""Computations that stop half-way, hand something out and go on when they are told to."""
+"""Computations that stop half-way, hand out a value, and continue when told to."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def inference(
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Inside: evaluation mode, every parameter traceable by autograd. Afterwards: everything as it was.
+    """Runs the block in evaluation mode, with every parameter traceable by autograd, and restores everything.
 
     That is the mode of every submodule, ``requires_grad``, buffers, hooks, a compiled call, and the random state.
     """
@@ -126,7 +126,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def run_once(model: nn.Module, example_inputs: ExampleInputs) -> Any:
-    """What the model itself gives for the example, in evaluation mode and without gradients; leaves no trace."""
+    """Runs the model itself on the example, in evaluation mode and without gradients. Leaves no trace."""
     args, kwargs = as_call(example_inputs)
     with uninterrupted(), preserved(model), torch.no_grad():
         return model(*args, **kwargs)

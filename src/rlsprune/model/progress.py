@@ -23,7 +23,7 @@ _Item = TypeVar("_Item")
 
 @contextlib.contextmanager
 def shown_progress(given: Progress | None = None, stream: TextIO | None = None) -> Iterator[Progress]:
-    """Who is told while the block runs: the one who is given, else a line on standard error if that is a terminal.
+    """Yields the callback for progress: the given one, else a line on standard error if that is a terminal.
 
     Examples:
         >>> with shown_progress() as tell:

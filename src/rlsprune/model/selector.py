@@ -35,7 +35,7 @@ _FULL_WIDTH = "full_in_features"
 
 
 def select_inputs(layer: nn.Linear, kept: Tensor | Sequence[int]) -> None:
-    """Lets a layer pick `kept` from the features that it takes now. Its weight is the caller's to slice, afterwards.
+    """Lets a layer pick `kept` from the features that it takes now. The caller slices its weight afterwards.
 
     Called again, the indices count the features kept so far; the buffer always holds indices of the original ones.
 

@@ -44,7 +44,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def settle(model: nn.Module) -> None:
-    """Lets ``fully_shard`` go on with parameters as they are now; nothing else has to be done after they changed.
+    """Lets ``fully_shard`` continue with the parameters as they are now. Call it after they change.
 
     Parameters that a forward has gathered are given back first. Nothing is communicated.
     """

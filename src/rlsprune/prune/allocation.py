@@ -1,4 +1,4 @@
-"""How an event is allocated over the layers: one ranking of all of them, by what it costs the loss to cut each.
+"""How an event is allocated over the layers: all layers are ranked together by what cutting each costs the loss.
 
 Each layer is cut on trial, in steps of its ξ. What the loss gained and what was saved tell the price of every step, and
 the cheapest steps are taken until as much is saved as by the first step of every layer.
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 def allocate(
     settings: Settings, groups: Sequence[Group], tensors: Mapping[str, float], before: float, trial: Trial
 ) -> Settings:
-    """The settings with the ratios of an event that saves as much, where that costs the loss least.
+    """The settings of an event that saves as much, with ratios chosen so that the loss rises least.
 
     Args:
         settings: With the ξ of every group.
@@ -139,7 +139,7 @@ class Costs:
 
 
 def share_out(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, float]:
-    """The ratio of each group that is to be cut, so that as much is saved as by the first step of all, most cheaply.
+    """The ratio of each group: together they save what the first step of every group would, at the lowest cost.
 
     Args:
         steps: Name of a group → how far it may be cut, further and further.

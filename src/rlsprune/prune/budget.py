@@ -14,7 +14,7 @@ from rlsprune.model.latency import latency
 
 
 class Budget:
-    """Costs of a network as it is now, beside what they were at first."""
+    """The present and the original costs of a network."""
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Mapping[str, float]) -> None:
         self._model, self._example_inputs, self._target = model, example_inputs, target
@@ -59,7 +59,7 @@ class Budget:
 
     @property
     def countable(self) -> bool:
-        """Whether there is a target, and one that is counted: what is measured is never quite the same again."""
+        """Whether there is a target, and it is counted. Measured ones (latency) differ from call to call."""
         return bool(self._target) and "latency" not in self._target
 
     def _flops(self) -> dict[str, int]:

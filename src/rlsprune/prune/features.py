@@ -1,4 +1,4 @@
-"""Input features that go one after another: which one is missed least, on rows that were not trained on.
+"""Removes input features one after another: always the one that held-out rows miss least.
 
 A feature goes as a pruned channel does: the layer that reads it is refitted, so that the features that stay stand in
 for it as well as least squares lets them. What is lost is its residual, r = (Z P)_d / P_dd, where Z are the inputs with

@@ -20,7 +20,7 @@ class Decision(Enum):
 
 @dataclass
 class Gate:
-    """Opens after ``warmup_epochs``, when the loss is below the least at any prune, give or take a tolerance.
+    """Opens after ``warmup_epochs``, when the loss is below the least loss at any prune, up to a tolerance.
 
     Without a tolerance that is the one at the last prune, as in Algorithm 1; with one, the loss cannot drift away in
     many small steps.
@@ -72,6 +72,6 @@ class Gate:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over where another gate stood; the settings stay this one's."""
+        """Continues where another gate stood. Keeps its own settings."""
         for name in ("epoch", "loss", "waited", "recovered"):
             setattr(self, name, state[name])

@@ -157,7 +157,7 @@ class Operation:
             return network.mean(float(held_out_loss()))
 
     def _inputs_alone(self, settings: Settings) -> Settings:
-        """For when the network is small enough, and only reads too much."""
+        """The settings of an event that removes input features only: the rest of the network is small enough."""
         groups = [group for group in self.network.graph if group.is_input]
         return settings.shared_out({group.name: settings.ratio_of(group) for group in groups})
 
@@ -261,7 +261,7 @@ class Operation:
             raise ValueError("calibrate was given no batch: give it some batches of inputs")
 
     def restart_sample(self, seed: int, active: bool) -> None:
-        """Forgets the sample; from here on training forwards are sampled, or not: it costs a part of every step."""
+        """Forgets the sample, and starts or stops sampling training forwards, which makes every step dearer."""
         if self._sample is not None:
             self._sample.clear(seed)
             self._sample.active = active
@@ -280,7 +280,7 @@ class Operation:
         return Measures(costs["params"], costs["flops"], self.network.sizes())
 
     def target_reached(self) -> bool:
-        """Whether a target is reached: one answer for all ranks, of which each measures another latency."""
+        """Whether a target is reached. Rank 0 decides, as every rank measures another latency."""
         return self.network.first(self.reached())
 
     def reached(self) -> bool:
@@ -316,7 +316,7 @@ def _rounds(group: Group, settings: Settings) -> list[tuple[float, int, int]]:
 
 
 def _boundary(holds: Callable[[float], bool], share: float) -> tuple[float, float]:
-    """Between 0, for which something does not hold, and a share for which it does: where that changes, by halving."""
+    """Finds by bisection where a condition that fails at 0 and holds at a share begins to hold."""
     low, high = 0.0, share
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -32,7 +32,7 @@ from rlsprune.prune.surgery import LiveNetwork
 
 
 class Pruner:
-    """Prunes a network a little whenever its loss has recovered from the last time.
+    """Prunes a network a little whenever its loss has recovered from the last prune.
 
     Call `step` once per epoch with a loss: the epoch's mean training loss, the last minibatch's (the paper to the
     letter), or better a held-out one. The first ``warmup_epochs`` calls never prune; from then on a call prunes if the
@@ -359,7 +359,7 @@ class Pruner:
         return self._state.state_dict() | {"original": dict(self._operation.budget.original)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another pruner stopped: load the model first, then the optimizer, then the pruner.
+        """Continues where another pruner stopped. Load the model first, then the optimizer, then the pruner.
 
         Raises:
             ValueError: The state is no pruner's, or of another network, or of other copies of it. Nothing has changed

@@ -1,4 +1,4 @@
-"""What a layer does when some of its inputs go: refit its weights, and let its P go along."""
+"""When a layer loses inputs: refits its weights and cuts its P."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlsprune.statistics.rows import has_rows, input_rows, split_matrix, weight_
 
 
 class KnownInverses:
-    """P of each layer during one event: computed once, and smaller with every group that goes.
+    """P of each layer during one event: computed once, then cut with every group that is removed.
 
     Args:
         source: From the name of a layer to the P of its inputs before the event.
@@ -52,7 +52,7 @@ class KnownInverses:
             self._removals.pop(name, None)
 
     def remove(self, group: Group, units: list[int], ask: bool) -> Mapping[str, list[Removal[Inverse]]]:
-        """These units are about to go.
+        """Cuts the known P before these units are removed.
 
         Args:
             group: Whose units.

@@ -123,7 +123,7 @@ class Settings:
         return replace(self, ratio=ratios, input_ratio=None)
 
     def check_graph(self, graph: ChannelGraph) -> None:
-        """Refuses ratios for layers that cannot be pruned, and to use the P of layers that have none."""
+        """Refuses ratios for layers that cannot be pruned, and statistics that a layer does not have."""
         known = {name for group in graph for name in _names(group)}
         inputs = sum(group.is_input for group in graph)
         if "inputs" in self.target and not inputs:

@@ -1,4 +1,4 @@
-"""All or nothing: what a network and its optimizer were, to be put back exactly."""
+"""Snapshots of a network and its optimizer, which can be restored exactly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Snapshot:
         self._state = {parameter: self._keep(entries) for parameter, entries in state.items()}
 
     def restore(self) -> None:
-        """Put everything back, in the same Parameter objects; a snapshot can be restored any number of times.
+        """Restores everything, in the same Parameter objects. A snapshot can be restored any number of times.
 
         Buffers registered, hooks added and parameters frozen since are left alone, but for input selectors.
         """
@@ -91,7 +91,7 @@ class Snapshot:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make this snapshot, of the same network in another shape, one of the network that was saved.
+        """Turns this snapshot into the saved one, which is of the same network, perhaps in another shape.
 
         Raises:
             ValueError: if it was taken of another network.

@@ -32,7 +32,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Takes a step of the network in; it has the shape of the copy."""
+        """Adds the network's present weights to the average. Network and copy have the same shape."""
         share = max(1 / self._steps, 3 / (3 + self._taken))
         torch._foreach_lerp_(_averaged(self.network), _averaged(model), share)
         for mine, current in zip(_copied(self.network), _copied(model), strict=True):
@@ -44,7 +44,7 @@ class MovingAverage:
         return {"network": self.network.state_dict(), "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a state; the copy has its shape already."""
+        """Continues from a state. The copy already has its shape."""
         self.network.load_state_dict(state["network"])
         self._taken = int(state["taken"])
 

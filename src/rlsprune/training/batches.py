@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """Some of the inputs that were given."""
+    """A sample of the given inputs."""
 
     pairs: list[Pair]
     numbers: list[Tensor]
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 def as_pair(batch: Any) -> Pair:
-    """Tells inputs from targets.
+    """Separates inputs from targets.
 
     A pair is (inputs, targets); a mapping's ``labels`` are its targets; a tensor is inputs alone. Several inputs
     without targets come as a mapping, or as ``((one, other), None)``.
@@ -57,7 +57,7 @@ def split(inputs: ExampleInputs, size: int) -> list[ExampleInputs]:
 
 
 class GivenBatches:
-    """Batches, moved to where the network is as they are used.
+    """The given batches. Each is moved to the network's device when it is used.
 
     Args:
         batches: As `as_pair` takes them, to be gone through many times.

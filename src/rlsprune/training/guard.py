@@ -75,14 +75,14 @@ class Guard:
         self._epoch, self._batch, self.after_prune = epoch, 0, after_prune
 
     def inputs(self, inputs: object) -> bool:
-        """Whether a batch can be trained on; asked before the network has seen it."""
+        """Whether a batch is finite. Called before the network sees it."""
         self._batch += 1
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         fine = all(not self._looks(tensor) or bool(tensor.isfinite().all()) for tensor in tensors)
         return fine or self._fault("the batch holds a NaN or an infinity", "look at the data")
 
     def loss(self, loss: Tensor) -> bool:
-        """Whether the loss of the batch is fit to be learnt from; asked before it is differentiated."""
+        """Whether the loss of the batch is finite and has not diverged. Called before the backward pass."""
         if not self._looks(loss):
             return True
         value = float(loss.detach())
@@ -99,7 +99,7 @@ class Guard:
         return True
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Takes the step, if the gradients are finite. Whether it was taken."""
+        """Takes the optimizer's step if the gradients are finite. Returns whether it was taken."""
         try:
             if not hasattr(optimizer, "report_faults"):  # RLS looks by itself
                 self._check_gradients()
@@ -112,7 +112,7 @@ class Guard:
         return True
 
     def last_step(self, optimizer: Optimizer) -> None:
-        """The epoch's last step was taken: what is still to be told about it and those before is told now."""
+        """Reports the faults of the epoch's last steps, which an accelerator reports late."""
         report = getattr(optimizer, "report_faults", None)
         if report is not None:
             try:
@@ -121,7 +121,7 @@ class Guard:
                 self._fault(str(error), "lower the learning rate")
 
     def epoch_loss(self, what: str, value: float) -> None:
-        """Looks at a loss over many batches, which cannot be skipped.
+        """Checks a loss over many batches, which cannot be skipped.
 
         Raises:
             FaultError: It is not finite.
@@ -140,7 +140,7 @@ class Guard:
         return {"faults": self.faults, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from a state."""
         self.faults, self._first = list(state["faults"]), [float(value) for value in state["first"]]
 
     def _looks(self, tensor: Tensor) -> bool:

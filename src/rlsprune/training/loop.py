@@ -32,7 +32,7 @@ class EpochLoss(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """How a network does on a split."""
+    """The loss and accuracy of a network on a split."""
 
     loss: float
     accuracy: float
@@ -96,7 +96,7 @@ def train_epoch(
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Evaluation:
-    """Loss and accuracy, in evaluation mode; the mode is put back after."""
+    """Loss and accuracy, in evaluation mode. Restores the mode afterwards."""
     return Evaluation.of_sums(*evaluation_sums(model, batches, loss))
 
 

@@ -1,4 +1,4 @@
-"""What a smaller network is held to: the targets, or what the given network says itself."""
+"""What a smaller network is compared with: the targets, or the given network's own outputs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Rival(NoPruning):
         return count_retained(self.model, self.example_inputs, zeros=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that ``state_dict`` gave.
+        """Continues from a state that ``state_dict`` returned.
 
         Raises:
             ValueError: if the state is not one of this method's.
@@ -98,7 +98,7 @@ class OneShot(Rival, ABC):
         return {"pruned": self.pruned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that ``state_dict`` gave."""
+        """Continues from a state that ``state_dict`` returned."""
         super().load_state_dict(state)
         self.pruned = bool(state["pruned"])
 

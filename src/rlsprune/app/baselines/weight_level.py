@@ -53,7 +53,7 @@ class WeightLevel(OneShot):
         return super().state_dict() | {"zeroed": dict(self._zeroed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that ``state_dict`` gave.
+        """Continues from a state that ``state_dict`` returned.
 
         Raises:
             ValueError: if the masks do not fit the network's weights.

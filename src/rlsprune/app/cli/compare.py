@@ -146,7 +146,7 @@ def _methods(text: str) -> list[str]:
 
 
 def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
-    """Those that are, with the settings they were run with: what an experiment's are by default may have changed."""
+    """The finished runs, with the settings they were run with: the experiment's defaults may have changed since."""
     from rlsprune.app.run.folder import RunFolder
 
     found = []

@@ -1,4 +1,4 @@
-"""How a command carries a run out: what is shown, what is written, and what is said when it is interrupted."""
+"""Executes a run for a command: shows its progress, writes its page, and says how to resume if it is interrupted."""
 
 from __future__ import annotations
 

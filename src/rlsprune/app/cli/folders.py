@@ -1,4 +1,4 @@
-"""Where a run goes, and what may be said when it is resumed."""
+"""The folder of a run, and the options that go with --resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["new_folder", "open_folder", "read_config", "refuse_other_options"]
 
 
 def new_folder(name: str, out: Path | None) -> Path:
-    """The folder that was asked for, which must not hold a run, or the first of the default's that is free.
+    """The requested folder, which must not hold a run, or the first free folder of the default name.
 
     Of several processes, rank 0 chooses.
     """

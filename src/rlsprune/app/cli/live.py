@@ -29,7 +29,7 @@ _OTHER_LINES = 9  # of the display, beside the layers
 
 
 class LiveObserver(LineObserver):
-    """Events scroll by above; below them the run as it stands.
+    """Shows events, which scroll by, and below them the present state of the run.
 
     Args:
         console: None for that of the terminal.
@@ -154,7 +154,7 @@ class LiveObserver(LineObserver):
         return Text(f"open from epoch {self._config.get('warmup_epochs', 0) + 1} on", "dim")
 
     def _bars(self) -> list[RenderableType]:
-        """A bar a layer: what is left, and in grey what was there."""
+        """One bar per layer: what is left, and in grey what was removed."""
         rows = max(3, self.console.height - _OTHER_LINES)
         shown = self._layers[:rows]
         full = [_full(layer) for layer in self._layers]

@@ -289,7 +289,7 @@ def resolve(
 
 
 def _free_cores() -> int:
-    """Cores that other work leaves free: threads that wait for a busy core slow a small network down twentyfold."""
+    """Cores that other work leaves free. Threads that wait for a busy core slow a small network down twentyfold."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
     return max(1, cores - busy)

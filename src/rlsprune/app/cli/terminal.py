@@ -22,7 +22,7 @@ __all__ = ["LineObserver", "describe", "name_run", "observer", "status"]
 
 
 def observer(quiet: bool, loggers: Sequence[str] = (), folder: Path | None = None) -> Observer:
-    """What suits the place where standard output goes; with loggers, for these too, of the run in that folder."""
+    """The observer that fits standard output, and the loggers of the run in that folder, as one."""
     if loggers and folder is not None:
         from rlsprune.app.run.loggers import make_logger
 
@@ -56,7 +56,7 @@ def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str
 
 
 def name_run(run: Mapping[str, Any]) -> str:
-    """What a run does, of its config or its summary: the method, the network and the seed."""
+    """The name of a run, from its config or its summary: method, network and seed."""
     method, optimizer = run["method"], run.get("optimizer", run["method"])
     if method in ("rls", "none") and optimizer != method:  # the method says how to prune, not how to train
         method = f"{optimizer} {'without' if method == 'none' else 'with'} pruning"

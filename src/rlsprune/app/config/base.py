@@ -1,4 +1,4 @@
-"""What every run is told, whether of an experiment or of a user's own network. Light to import: no torch."""
+"""The settings that every run has, of an experiment or of a user's own network. Light to import: no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH_NORM_RATE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """A run, completely: the same config, data and machine give the same numbers."""
+    """All settings of a run: the same config, data and machine give the same numbers."""
 
     KNOWN_METHODS: ClassVar[tuple[str, ...]]
     """What `method` may be."""

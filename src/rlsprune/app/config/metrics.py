@@ -1,4 +1,4 @@
-"""What a network may be asked to do, and the scores that say how well it does it. Light to import: no torch."""
+"""The tasks of a network, and the scores of each. Light to import: no torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _DEFAULTS = {"classification": ("accuracy",), "regression": ("r2", "mae"), "mult
 
 
 def find_metrics(task: str, asked: str | None) -> tuple[Metric, ...]:
-    """The scores that a run tells, the one that counts first.
+    """The scores that a run reports; the first one counts.
 
     Args:
         task: One of `TASKS`.

@@ -272,7 +272,7 @@ class Run:
         return losses.mean if self.recipe.gate == "train" else losses.last
 
     def _held_out_loss(self) -> float:
-        """Uses few images, of every class: it is called many times in a row."""
+        """The loss on a few held-out images of every class. It is called many times in a row."""
         valid = self.data.valid
         assert valid is not None
         return self._evaluate(valid.select(stratified_choice(valid.labels, min(_WEIGHED, len(valid)), seed=0))).loss
@@ -291,7 +291,7 @@ class Run:
             return scoring(self.result, batches, self.recipe.loss, self.share)
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest that is sound; rank 0 looks first, as it may set a damaged one aside."""
+        """Loads the newest sound checkpoint. Rank 0 looks first, as it may set a damaged one aside."""
         ranks = self.share.ranks
         if ranks is not None and ranks.rank > 0:
             ranks.gather(None)
@@ -303,7 +303,7 @@ class Run:
         return saved
 
     def _batches_in_time(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The epoch's, up to where the processor time is used up; one in any case."""
+        """The epoch's batches, at least one, until the processor time is used up."""
         for batch in self.batches:
             yield batch
             if self.recipe.cpu_seconds is not None and self.over:

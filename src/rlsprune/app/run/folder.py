@@ -155,7 +155,7 @@ class RunFolder:
             modelfile.save(model, self.model, metadata=metadata)
 
     def set_checkpoint_aside(self) -> None:
-        """Renames the newest: the network in it turned out to be spoilt, and the one before is to be used."""
+        """Renames the newest checkpoint, whose network is spoilt, so that the one before is used."""
         self._checkpoints.set_newest_aside()
 
     def drop_old_checkpoints(self) -> None:
@@ -163,7 +163,7 @@ class RunFolder:
         self._checkpoints.keep_newest()
 
     def refuse_links(self) -> None:
-        """A link in a folder of a stranger leads what is written to wherever the stranger likes.
+        """Refuses links: in a stranger's folder they could lead writes to any place.
 
         Raises:
             FileError: There is one.

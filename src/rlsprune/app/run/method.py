@@ -57,7 +57,7 @@ class Method(Protocol):
         """Prunes a copy of the network (a moving average of it, say) with the network from now on."""
 
     def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
-        """What cutting a layer costs may be measured by this, which evaluates the network that the run keeps."""
+        """Gives the method a held-out loss by which it may measure what cutting a layer costs."""
 
     def after_backward(self) -> None:
         """Gradients are there and the optimizer has not stepped yet."""

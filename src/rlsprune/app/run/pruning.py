@@ -19,7 +19,7 @@ __all__ = ["RLSPruning"]
 
 
 class RLSPruning(NoPruning):
-    """`rlsprune.Pruner` with a run's settings, left in peace towards the end of the run."""
+    """`rlsprune.Pruner` with a run's settings. It stops pruning towards the end of the run."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RLSPruning(NoPruning):
         return self.pruner.done
 
     def follow(self, copy: nn.Module) -> None:
-        """The pruner prunes it alike, and refits it by itself."""
+        """The pruner cuts the copy with the network and refits it separately."""
         self.pruner.follow(copy)
 
     def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
@@ -85,7 +85,7 @@ class RLSPruning(NoPruning):
             self.pruner.held_out_loss = held_out_loss
 
     def spent(self, share: float) -> None:
-        """Towards the end nothing is pruned any more."""
+        """Stops pruning towards the end of the run."""
         self._settling = share > 1 - self._settle
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:

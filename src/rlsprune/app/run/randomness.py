@@ -28,7 +28,7 @@ class RandomStates:
         self._device = None if device.type == "cpu" else torch.get_device_module(device)
 
     def draw_apart(self, epoch: int) -> None:
-        """Gives every rank but the first numbers of its own, from this epoch on."""
+        """Seeds every rank but the first anew, so that ranks draw different numbers from this epoch on."""
         ranks = self._share.ranks
         if ranks is not None and ranks.rank > 0:
             torch.manual_seed(self._seed + 1_000_003 * (epoch * ranks.size + ranks.rank))

@@ -65,11 +65,11 @@ class Share:
         return weighted
 
     def of_batches(self, batches: Iterable[T]) -> Iterator[T]:
-        """Every so many-th batch."""
+        """This rank's batches: one in as many as there are ranks."""
         return iter(batches) if self.ranks is None else islice(batches, self.ranks.rank, None, self.ranks.size)
 
     def gathered(self, values: list[T]) -> list[T]:
-        """Those of all ranks."""
+        """The values of all ranks."""
         return values if self.ranks is None else [value for part in self.ranks.gather(values) for value in part]
 
     def totals(self, values: list[float]) -> list[float]:
@@ -104,12 +104,12 @@ class Share:
         return model if self.ranks is None else DistributedDataParallel(model)
 
     def changed(self, network: nn.Module) -> None:
-        """Must be called whenever the network inside may have been cut."""
+        """Rebuilds the wrapper. Call it whenever the network inside may have been cut."""
         rebuild_around(network)
 
     @torch.no_grad()
     def align(self, model: nn.Module) -> None:
-        """Buffers, which every rank has seen other images for, become rank 0's."""
+        """Broadcasts rank 0's buffers: every rank has seen other images."""
         if self.ranks is not None:
             self.ranks.exchange([list(model.buffers())])
 

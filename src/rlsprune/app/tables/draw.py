@@ -31,7 +31,7 @@ class _Row:
     failed: int
 
     def mean(self, name: str) -> float:
-        """Over the seeds."""
+        """The mean over the seeds."""
         return statistics.fmean(summary[name] for summary in self.summaries)
 
     def values(self, name: str) -> list[float]:
