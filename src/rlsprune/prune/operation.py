@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 from rlsprune.graph import Group, plan_cuts
 from rlsprune.model.arguments import check_iterable
-from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
 from rlsprune.model.modes import evaluate, evaluating, full_precision, refuse_inference_mode, run_once
 from rlsprune.model.progress import shown_progress, watched
@@ -31,6 +32,7 @@ from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import InverseOf, criterion
 from rlsprune.prune.event import Measures, PruneEvent
 from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
+from rlsprune.prune.rounding import free_multiple
 from rlsprune.prune.select import choose_units, cut_size, most_to_go
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
@@ -59,9 +61,12 @@ class Operation:
     """
 
     def __init__(self, network: LiveNetwork, example_inputs: ExampleInputs, settings: Settings) -> None:
+        settings.check_graph(network.graph)
+        if settings.round_to is None and "latency" in settings.target:
+            plain = measurable(network.model)
+            settings = replace(settings, round_to=network.first(free_multiple(plain, example_inputs, network.graph)))
         self.network, self.settings = network, settings
         self._example_inputs = example_inputs
-        settings.check_graph(network.graph)
         self.budget = Budget(network.model, example_inputs, settings.cost_target)
         self._closed = False
         sampled = settings.needs_inverse and settings.statistics == "exact"
@@ -307,7 +312,7 @@ def _rounds(group: Group, settings: Settings) -> list[tuple[float, int, int]]:
         ratio = max(ratio, 1 / group.size)  # one at least, or a small number would never be reached
     if not cut_size(ratio, group.size):
         return []
-    keep, round_to = (settings.least_inputs(group), 1) if group.is_input else (settings.min_channels, settings.round_to)
+    keep, round_to = (settings.least_inputs(group), 1) if group.is_input else (settings.min_channels, settings.multiple)
     if settings.criterion != "obs" or not settings.compensate or ratio <= _AT_ONCE:
         return [(ratio, keep, round_to)]
     going = most_to_go(group.size, cut_size(ratio, group.size), keep, round_to)

@@ -71,7 +71,7 @@ class Pruner:
         statistics: str = "exact",
         ignore: Iterable[str] = (),
         min_channels: int = 1,
-        round_to: int = 1,
+        round_to: int | None = None,
         target: Mapping[str, float] | None = None,
         tolerance: float = 0.05,
         patience: int | None = 10,
@@ -100,7 +100,8 @@ class Pruner:
                 ``"training"`` (the optimizer's own, RLS only).
             ignore: Names of layers that keep all their channels.
             min_channels: What every layer keeps at least.
-            round_to: Layers keep a multiple of this many channels, where they lose any.
+            round_to: Layers keep a multiple of this many channels, where they lose any. None: 1, or with a target of
+                latency what is measured to cost no time.
             target: Stop at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
                 ``{"latency": 0.5}``. The last event removes no more than it takes to get there. ``{"inputs": 5}`` keeps
                 five flat input features (a float: that fraction of them) and prunes nothing else; with one of the

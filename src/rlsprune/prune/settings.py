@@ -48,7 +48,7 @@ class Settings:
     inverse: str
     statistics: str
     min_channels: int
-    round_to: int
+    round_to: int | None
     target: Mapping[str, float]
 
     def __post_init__(self) -> None:
@@ -67,9 +67,11 @@ class Settings:
         check_argument(
             "statistics", self.statistics, lambda name: name in ("exact", "training"), "'exact' or 'training'"
         )
-        for option in ("min_channels", "round_to"):
-            count = getattr(self, option)
-            check_argument(option, count, is_count(count), "a whole number, at least 1")
+        least, multiple = self.min_channels, self.round_to
+        check_argument("min_channels", least, is_count(least), "a whole number, at least 1")
+        check_argument(
+            "round_to", multiple, multiple is None or is_count(multiple), "None or a whole number, at least 1"
+        )
         check_argument("target", self.target, isinstance(self.target, Mapping), 'a mapping such as {"params": 0.1}')
         for what, share in self.target.items():
             counted = what == "inputs" and isinstance(share, Integral) and share >= 1
@@ -81,6 +83,11 @@ class Settings:
                 f"statistics='training' is RLS's own P, and the optimizer is {type(self.optimizer).__name__}: "
                 "use statistics='exact'"
             )
+
+    @property
+    def multiple(self) -> int:
+        """Of which layers keep a multiple."""
+        return self.round_to or 1
 
     @property
     def needs_inverse(self) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +25,8 @@ from rlsprune.model.sizes import write_sizes
 from rlsprune.model.tensors import replace_data
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.snapshot import Snapshot
+
+T = TypeVar("T")
 
 
 class LiveNetwork:
@@ -178,7 +181,7 @@ class LiveNetwork:
         """Over all ranks."""
         return value if self.ranks is None else math.fsum(self.ranks.gather(value)) / self.ranks.size
 
-    def first(self, value: bool) -> bool:
+    def first(self, value: T) -> T:
         """Returns the value of rank 0."""
         return value if self.ranks is None else self.ranks.first(value)
 

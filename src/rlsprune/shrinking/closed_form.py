@@ -19,6 +19,7 @@ from rlsprune.model.tensors import complement
 from rlsprune.prune.allocation import Costs
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.refit import refit_layer
+from rlsprune.prune.rounding import free_multiple
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
 from rlsprune.shrinking.calibration import Calibration
@@ -69,7 +70,7 @@ class ClosedForm:
         batches: Inputs to calibrate on.
         ignore: Names of layers that keep all their channels.
         min_channels: What every layer keeps at least.
-        round_to: Layers keep a multiple of this many channels.
+        round_to: Layers keep a multiple of this many channels. None: 1, or for latency what is measured to be free.
         turn: Whether heads of attention are turned into their principal axes before dimensions of them go.
         report: For a progress bar.
 
@@ -85,12 +86,12 @@ class ClosedForm:
         *,
         ignore: Iterable[str] = (),
         min_channels: int = 1,
-        round_to: int = 1,
+        round_to: int | None = None,
         turn: bool = True,
         report: Progress = lambda stage, done, total: None,
     ) -> None:
         self._model, self._example, self._batches, self._report = model, example_inputs, batches, report
-        self._least, self._round_to = min_channels, round_to
+        self._least, self._round_to, self._free = min_channels, round_to, 1
         report("finding channels", 0, None)
         self.graph = find_groups(model, example_inputs, ignore)
         """The channels that may go."""
@@ -159,9 +160,11 @@ class ClosedForm:
     def _plan_share(self, what: str, share: float) -> CutPlan:
         if what == "latency" and what not in self._costs:
             self._costs[what] = Costs(self._times(), self.whole_groups)
+            self._free = free_multiple(self._whole, self._example, self.whole_groups)
+        multiple = self._round_to or (self._free if what == "latency" else 1)
         costs = self._costs["params" if what == "flops" and not self._budget.proportional else what]
         goal = share * costs.without({})
-        gone = choose_widths(self.curves, self.whole_groups, costs, goal, least=self._least, round_to=self._round_to)
+        gone = choose_widths(self.curves, self.whole_groups, costs, goal, least=self._least, round_to=multiple)
         error = sum(self.curves[name].costs[count] for name, count in gone.items())
         left = costs.without({group.name: gone[group.name] / group.size for group in self.whole_groups})
         missed = left / costs.without({}) if left > goal * (1 + 1e-9) else None

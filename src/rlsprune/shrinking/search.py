@@ -51,7 +51,7 @@ def shrink(
     ratio: float = 0.3,
     ignore: Iterable[str] = (),
     min_channels: int = 1,
-    round_to: int = 1,
+    round_to: int | None = None,
     calibration: int = 2048,
     on_point: Callable[[FrontPoint, nn.Module], object] | None = None,
     on_progress: Progress | None = None,
@@ -88,7 +88,8 @@ def shrink(
         ratio: With recovery, the share of the targeted cost that goes in a round.
         ignore: Names of layers that keep all their channels.
         min_channels: What every layer keeps at least.
-        round_to: Layers keep a multiple of this many channels.
+        round_to: Layers keep a multiple of this many channels. None: 1, or what is measured to cost no time if latency
+            is to be made small.
         calibration: Inputs that channels are chosen and layers refitted on.
         on_point: Called with each point and the network as it is there.
         on_progress: Called with what is being done, as in ``("refitting: layer1.0.conv1", 3, 21)`` or
@@ -117,8 +118,10 @@ def shrink(
     check_argument("max_drop", max_drop, lambda drop: drop is None or drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, is_count(recovery_epochs, 0), "a whole number, at least 0")
     check_argument("ratio", ratio, lambda share: 0 < share < 1, "above 0 and below 1")
-    for name, count in {"calibration": calibration, "min_channels": min_channels, "round_to": round_to}.items():
+    for name, count in {"calibration": calibration, "min_channels": min_channels}.items():
         check_argument(name, count, is_count(count), "a whole number, at least 1")
+    rounding = round_to is None or is_count(round_to)
+    check_argument("round_to", round_to, rounding, "None or a whole number, at least 1")
     functions = {"loss": loss, "score": score, "optimizer": optimizer, "on_point": on_point, "on_progress": on_progress}
     for name, function in functions.items():
         check_callable(name, function)
@@ -231,7 +234,7 @@ class _Cutter:
         batches: Calibration,
         ignore: tuple[str, ...],
         min_channels: int,
-        round_to: int,
+        round_to: int | None,
         tell: Progress,
     ) -> None:
         self._model, self._example, self._batches, self._tell = model, example, batches, tell
