@@ -29,11 +29,11 @@ class Timed(nn.Module):
 
 
 def by_the_channel(width: int) -> float:
-    return 0.5 * width
+    return 4.0 * 1.5 ** (width - 27)  # steep, so that other work on the machine does not hide it
 
 
 def in_blocks_of_eight(width: int) -> float:
-    return 4.0 * -(-width // 8) + (2.0 if width % 8 else 0.0)
+    return 4.0 * -(-width // 8) + (12.0 if width % 8 else 0.0)
 
 
 @pytest.mark.parametrize(
