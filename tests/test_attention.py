@@ -168,6 +168,26 @@ def test_pruner_takes_heads_by_every_criterion(criterion: str) -> None:
     assert model.block.attention.inner.out_proj.weight.shape == (12, 8)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "torch-attention"])
+def test_an_event_shows_heads_and_is_resumed_when_one_is_left(name: str) -> None:
+    model, x = ZOO[name].model(), ZOO[name].inputs(batch=8)
+    heads = next(group.name for group in find_groups(model, x) if group.name.endswith("[heads]"))
+    options: dict[str, Any] = {"ratio": {heads: 0.67}, "criterion": "l1", "compensate": False, "warmup_epochs": 0}
+    pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), 0.1), x[:2], **options)
+    before = pruner.groups
+    event = pruner.step(1.0)
+    assert event is not None
+    changes = {change.name: (change.before, change.after) for change in event.layers}
+    assert changes[heads] == (next(group.size for group in before if group.name == heads), 1)
+    assert f"{heads}  " in str(event)
+    inside = [group.name for group in pruner.groups if group.level == 2]
+    assert inside
+    assert all(changes[part] == (4, 4) for part in inside)
+    again = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), 0.1), x[:2], ratio=0.1, warmup_epochs=0)
+    again.load_state_dict(pruner.state_dict())
+    assert again.history == pruner.history
+
+
 class MaskedAttention(nn.Module):
     """Self-attention under masks, which the whole encoder layer around it would not show."""
 

@@ -10,7 +10,7 @@ Kind = Literal["prune", "roll-back", "preview"]
 
 
 class LayerChange(NamedTuple):
-    """How many output channels (or input features) a layer had and has."""
+    """How many output channels a layer had and has, an attention heads, or the network input features."""
 
     name: str
     before: int
@@ -23,7 +23,7 @@ class Measures(NamedTuple):
     params: int
     flops: int
     sizes: Mapping[str, int]
-    """Name of a layer → its output channels; for input features, how many are left."""
+    """Name of a layer → its output channels; of input features, heads and dimensions inside them, how many are left."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from rlsprune.distributed.ddp import rebuild
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import find_ranks
-from rlsprune.graph import ChannelGraph, find_groups, open_attention_of
+from rlsprune.graph import ChannelGraph, Group, find_groups, open_attention_of
 from rlsprune.graph.build import module_names
 from rlsprune.graph.cuts import Cuts, cut
 from rlsprune.model.calls import ExampleInputs, measurable
@@ -27,6 +27,7 @@ from rlsprune.optim.rls import RLS
 from rlsprune.prune.snapshot import Snapshot
 
 T = TypeVar("T")
+_OUTPUTS = ("out_features", "out_channels", "nf")
 
 
 class LiveNetwork:
@@ -119,11 +120,16 @@ class LiveNetwork:
             raise
 
     def sizes(self) -> dict[str, int]:
-        """Output channels of every layer that has them, and what is left of the input features."""
+        """Output channels of every layer that has them, and what is left of input features, heads and their parts."""
         sizes = {group.name: group.size for group in self.graph if group.is_input}
+        parts: dict[str, list[Group]] = {}
+        for group in self.graph:
+            if group.attention is not None:
+                parts.setdefault(group.producers[0].name, []).append(group)
         for name, module in self.model.named_modules():
-            size = getattr(module, "out_features", getattr(module, "out_channels", None))
-            if isinstance(size, int):
+            sizes |= {group.name: group.size for group in parts.get(name, ())}
+            size = next((size for own in _OUTPUTS if isinstance(size := getattr(module, own, None), int)), None)
+            if size is not None:
                 sizes[name] = size
         return sizes
 
