@@ -92,8 +92,10 @@ def merged(slots: Slots, fields: Iterable[Tensor]) -> list[Tensor]:
         for other in result:
             if set(varying(joined)) & set(varying(other)):
                 one, two = aligned([compact(other), compact(joined)])
-                slots.tie_all(one, two)
-                joined = torch.where(one >= 0, one, two).expand(labels.shape)
+                if not torch.equal(one, two):
+                    slots.tie_all(one, two)
+                    one = torch.where(one >= 0, one, two)
+                joined = one.expand(labels.shape)
             else:
                 rest.append(other)
         result = [*rest, joined]

@@ -228,14 +228,16 @@ def _normalised(operation: FunctionCall) -> Labelled:
     """Batch norm and group norm: a vector for each of scale, shift and statistics, along the second dimension."""
     x = operation["input"]
     operands = [(x, operation.labels_of(x))]
+    known = operation.norm if operation.norm is not None and len(operation.norm) == x.shape[1] else None
+    if known is not None:
+        operands.append((x[:1], Labelled([placed(known, 1, x.shape)], True)))
     for name in ("weight", "bias", "running_mean", "running_var"):
-        if (value := operation[name]) is not None:
-            fields = [
-                placed(vector(operation.slots, each, 0), 1, x.shape) for each in operation.labels_of(value).fields
-            ]
+        if (value := operation[name]) is None:
+            continue
+        vectors = [vector(operation.slots, each, 0) for each in operation.labels_of(value).fields]
+        if known is None or len(vectors) != 1 or not torch.equal(vectors[0], known):
+            fields = [placed(own, 1, x.shape) for own in vectors]
             operands.append((value.view(-1, *[1] * (x.ndim - 2)), Labelled(fields, True)))
-    if operation.norm is not None and len(operation.norm) == x.shape[1]:
-        operands.append((x[:1], Labelled([placed(operation.norm, 1, x.shape)], True)))
     if operation.name == "native_group_norm":
         spatial = [
             each for each in operands[0][1].fields if 1 not in varying(each) and max(varying(each), default=0) > 1
