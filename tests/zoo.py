@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -664,6 +665,23 @@ class SuperResolution(nn.Module):
         return self.fc(functional.relu(self.down(functional.pixel_unshuffle(x, 2))).mean((2, 3)))
 
 
+class Recurrent(nn.Module):
+    """Rows of an image one after the other; the head reads the outputs of all steps and the last state."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.embed, self.recurrent = nn.Linear(8, 7), kind(7, 6, batch_first=True, **options)
+        ways = 2 if self.recurrent.bidirectional else 1
+        self.again = nn.GRU(ways * 6, 5, batch_first=True)
+        self.head = nn.Linear(5 + 6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.embed(x.flatten(1, 2)))
+        steps, ended = self.recurrent(x)
+        last = ended[0] if isinstance(ended, tuple) else ended
+        return self.head(torch.cat([self.again(steps)[0].mean(1), last[-1]], 1))
+
+
 _IMAGE = (2, 3, 8, 8)
 
 ZOO: dict[str, Specimen] = {
@@ -800,6 +818,15 @@ ZOO: dict[str, Specimen] = {
         {"block.attention[heads]": 2, "block.attention[dims]": 4, "block.fc1": 16},
         ("patch", "head"),
     ),
+    "lstm": Specimen(
+        lambda: Recurrent(nn.LSTM), _IMAGE, {"input": 8, "embed": 7, "recurrent": 6, "again": 5}, ("head",)
+    ),
+    "gru-deep": Specimen(
+        lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True),
+        _IMAGE,
+        {"input": 8, "embed": 7, "recurrent": 6, "again": 5},
+        ("head",),
+    ),
     "tokens": Specimen(Tokens, _IMAGE, {"patch": 8, "fc1": 10}, ("fc2",)),
     "super-resolution": Specimen(SuperResolution, _IMAGE, {"up": 4, "middle": 6, "down": 7}, ("fc",)),
 }
@@ -819,6 +846,9 @@ def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[Non
     for group, units in chosen:
         for member in group.consumers if group.attention is not None else ():
             _zero(member, units)  # by its weights: torch's attention does not call its output projection
+        for member in group.producers:
+            if isinstance(member.module, nn.RNNBase):
+                _zero(member, units, dim=1)  # a state is read by its own layer too
         for member in [query for query, _ in group.products] + [m for m in group.carriers if group.products]:
             _zero(member, units)
         for member in group.consumers if group.attention is None else ():
@@ -827,7 +857,7 @@ def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[Non
             def zero(_: nn.Module, inputs: tuple[Tensor], columns: Tensor = columns) -> Tensor:
                 value = inputs[0].clone()
                 # Linear layers read the last dimension, convolutions the second of (batch, channel, …).
-                if isinstance(_, nn.Linear | Conv1D):
+                if isinstance(_, nn.Linear | Conv1D | nn.RNNBase):
                     value[..., columns] = 0
                 else:
                     value[:, columns] = 0
@@ -840,7 +870,7 @@ def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[Non
     before.restore()
 
 
-def _zero(member: Member, units: Tensor) -> None:
+def _zero(member: Member, units: Tensor, dim: int | None = None) -> None:
     """Zeroes the weights, and biases, of some units on one side of a layer, or of a parameter by itself."""
     if member.dim is not None:
         tensor = getattr(member.module, member.name.rpartition(".")[2])
@@ -848,7 +878,7 @@ def _zero(member: Member, units: Tensor) -> None:
         return
     for slab in axis_of(member.module, member.side).slabs:
         tensor = getattr(member.module, slab.tensor, None)
-        if tensor is not None:
+        if tensor is not None and dim in (None, slab.dim):
             own = slab.entries(member.index[units].flatten(), tensor.shape[slab.dim])
             tensor.data = tensor.data.index_fill(slab.dim, own, 0)
 

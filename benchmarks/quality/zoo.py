@@ -125,7 +125,8 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 768, "num_layers": 2, "num_heads": 12, "vocab_size": 1000},
         "attention_types": [[["global", "local"], 1]],
     },
-    **_each(("GPTNeoX", "Phi", "StableLm"), _TEXT),
+    **_each(("GPTNeoX", "Phi"), _TEXT),
+    "StableLm": {**_TEXT, "num_key_value_heads": 12},
     "OPT": {"hidden_size": 768, "num_hidden_layers": 2, "num_attention_heads": 12, "ffn_dim": 3072, "vocab_size": 1000},
     **_each(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Olmo", "Cohere"), _LLAMA),
     "Mixtral": {**_LLAMA, "num_local_experts": 4},
@@ -137,7 +138,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         **{"encoder_attention_heads": 12, "decoder_attention_heads": 12},
     },
     **_each(("ViT", "DeiT", "Beit", "Dinov2", "Data2VecVision"), {**_TEXT, "image_size": 64, "patch_size": 16}),
-    "Swin": {"image_size": 64, "depths": [1, 1, 2, 1]},
+    "Swin": {"image_size": 224, "depths": [1, 1, 2, 1]},
     "ConvNext": {"depths": [1, 1, 2, 1]},
     "Segformer": {"depths": [1, 1, 1, 1]},
     "ResNet": {"depths": [1, 1, 1, 1]},
@@ -161,7 +162,7 @@ def transformers_families() -> dict[str, Maker]:
         if hasattr(config, "use_cache"):
             config.use_cache = False
         if name in _IMAGES:
-            return model, {"pixel_values": torch.randn(1, 3, _IMAGE, _IMAGE)}
+            return model, {"pixel_values": torch.randn(1, 3, *[options.get("image_size", _IMAGE)] * 2)}
         if name == "Wav2Vec2":
             return model, {"input_values": torch.randn(1, 4000)}
         ids = torch.randint(3, 900, (1, 16))
@@ -217,17 +218,17 @@ def measure(name: str, make: Maker) -> dict[str, Any]:
     found: dict[str, Any] = {"network": name}
     try:
         model, example = make()
+        model.eval()
+        call = {} if not isinstance(example, dict) else example
+        args = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
+        start = time.process_time()
+        with torch.no_grad():
+            model(*args, **call)
+        found["forward_seconds"] = round(time.process_time() - start, 3)
     except Exception as error:
         return {**found, "unavailable": f"{type(error).__name__}: {error}"[:300]}
-    model.eval()
     before = {"params": sum(p.numel() for p in model.parameters()), "blocks": block_parameters(model)}
     found |= {"class": type(model).__name__, "parameters": before["params"], "block_parameters": before["blocks"]}
-    start = time.process_time()
-    call = {} if not isinstance(example, dict) else example
-    args = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
-    with torch.no_grad():
-        model(*args, **call)
-    found["forward_seconds"] = round(time.process_time() - start, 3)
     start = time.process_time()
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -174,8 +174,7 @@ class TestLeftAlone:
             embed=nn.Linear(6, 8), cell=nn.LSTM(8, 8, batch_first=True), out=nn.Linear(8, 2),
         )  # fmt: skip
         graph = find_groups(model, torch.randn(2, 5, 6))
-        assert [group.name for group in graph] == ["input"]
-        assert "recurrent" in graph.skipped["embed"]
+        assert [group.name for group in graph] == ["input", "embed", "cell"]
 
     def test_zero_initialised_weights_hide_no_mistake(self) -> None:
         model = ZOO["channel-softmax"].model()

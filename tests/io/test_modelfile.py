@@ -405,7 +405,9 @@ def test_other_models_are_refused(path: Path) -> None:
     save(fnn(), path)
     refuse(path, small_fnn(), "between 1 and the model's")
     save(nn.LSTM(3, 4), path)
-    refuse(path, nn.LSTM(3, 5), "LSTM cannot be resized")
+    refuse(path, nn.LSTM(3, 3), "hidden_size must be between 1 and the model's 3")
+    save(nn.Bilinear(3, 3, 4), path)
+    refuse(path, nn.Bilinear(3, 3, 5), "Bilinear cannot be resized")
     save(nn.Embedding(3, 2), path)
     refuse(path, nn.Embedding(5, 2, padding_idx=4), "padding_idx=4")
     with pytest.raises(ValueError, match="real device"):

@@ -133,7 +133,7 @@ class _Watch(TorchFunctionMode):
         name, module, own = self._owners[id(parameter)]
         attends = isinstance(module, nn.MultiheadAttention)
         slabs = axis_of(module, "out").slabs if attends or "out" in sides(module) else ()
-        slab = next((slab for slab in slabs if slab.tensor == own), None)
+        slab = next((slab for slab in slabs if slab.tensor == own and slab.repeats == 1), None)
         if slab is not None and slab.groups == 1 and parameter.dim() > 1:
             start = self._start((name, "out"), axis_of(module, "out").size) + slab.offset
             dim = slab.dim

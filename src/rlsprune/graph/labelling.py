@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rlsprune.graph.fields import Labelled, compact, placed, varying
 from rlsprune.graph.layers import axis_of, sides, unprunable
 from rlsprune.graph.observe import hooked
+from rlsprune.graph.recurrent import follow_recurrent
 from rlsprune.graph.rules import FunctionCall, UnknownFunctionError, apply_rule
 from rlsprune.graph.slots import Slots
 from rlsprune.model.calls import output_tensors
@@ -92,9 +93,12 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._within.append(module)
             self.order.setdefault(module, len(self.order))
 
-        def leave(module: nn.Module, *_: Any) -> None:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
             while self._within and self._within.pop() is not module:
                 pass
+            if isinstance(module, nn.RNNBase):
+                made = follow_recurrent(module, self._names[module], args, output, self.slots, self._labels_of)
+                self._known.update({id(tensor): (tensor, labels) for tensor, labels in made})
 
         with hooked(model.modules(), enter, leave), self:
             yield
@@ -114,7 +118,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) in self._known]
-        if read:
+        if read and not (self._within and isinstance(self._within[-1], nn.RNNBase)):
             for tensor in read:
                 owner = self._owners.get(id(tensor))
                 if owner is not None:
@@ -147,10 +151,6 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._norm(module),
             unprunable(module) if module is not None else None,
         )
-        if isinstance(module, nn.RNNBase):
-            for tensor in read:
-                operation.keep(self._labels_of(tensor).fields, "is a recurrent layer, whose widths stay")
-            return
         try:
             made = apply_rule(operation)
         except torch.OutOfMemoryError:

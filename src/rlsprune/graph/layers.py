@@ -27,10 +27,14 @@ class Slab:
     """How many channels share an entry of ``dim``: a grouped convolution stores only ``channels / groups`` entries."""
     offset: int = 0
     """The channel that its first entry is: queries, keys and values may have a tensor each."""
+    repeats: int = 1
+    """How many entries each channel has, a block of all channels after the other: the gates of a recurrent layer."""
 
     def entries(self, channels: Tensor, size: int) -> Tensor:
         """Which of its entries, of so many, these channels are; those of other tensors left out."""
-        return channels[(channels >= self.offset) & (channels < self.offset + size)] - self.offset
+        span = size // self.repeats
+        own = channels[(channels >= self.offset) & (channels < self.offset + span)] - self.offset
+        return own if self.repeats == 1 else (torch.arange(self.repeats)[:, None] * span + own).flatten()
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ def sides(module: nn.Module) -> tuple[Side, ...]:
     if isinstance(module, nn.PReLU):
         # A single slope serves every channel and stays whatever goes.
         return ("both",) if module.num_parameters > 1 else ()
+    if isinstance(module, nn.RNNBase):
+        return ("in",) if module.proj_size else ("in", "out")
     return ("out",) if isinstance(module, nn.Embedding) else ()
 
 
@@ -83,6 +89,8 @@ def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
         return ModuleAxis(outputs, (Slab("weight", 1), Slab("bias", 0)), {"nf": 1})
     if isinstance(module, _ConvNd):
         return _conv_axis(module, side)
+    if isinstance(module, nn.RNNBase):
+        return _recurrent_axis(module, side)
     if isinstance(module, nn.GroupNorm):
         each = module.num_channels // module.num_groups
         blocks = torch.arange(module.num_channels).view(module.num_groups, each)
@@ -105,6 +113,24 @@ def _attention_axis(module: nn.MultiheadAttention) -> ModuleAxis:
     return ModuleAxis(2 * width + values, tuple(Slab(name, dim, 1, start) for name, dim, start in parts))
 
 
+def _recurrent_axis(module: nn.RNNBase, side: Side) -> ModuleAxis:
+    """What the first layer reads, or the states of all layers and both directions, which are equally many."""
+    ways = [("", 0)] + ([("_reverse", module.hidden_size)] if module.bidirectional else [])
+    if side == "in":
+        reading = tuple(Slab(f"weight_ih_l0{way}", 1) for way, _ in ways)
+        return ModuleAxis(module.input_size, reading, {"input_size": 1})
+    gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
+    slabs: tuple[Slab, ...] = ()
+    for layer in range(module.num_layers):
+        for way, start in ways:
+            parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            slabs += tuple(Slab(f"{part}_l{layer}{way}", 0, 1, start, gates) for part in parts)
+            slabs += (Slab(f"weight_hh_l{layer}{way}", 1, 1, start),)
+            slabs += (Slab(f"weight_ih_l{layer}{way}", 1),) if layer else ()
+    size = len(ways) * module.hidden_size
+    return ModuleAxis(size, slabs, {"hidden_size": len(ways)}, torch.arange(size).view(len(ways), -1).T)
+
+
 def _conv_axis(module: _ConvNd, side: Side) -> ModuleAxis:
     if side == "both":
         names = {"in_channels": 1, "out_channels": 1, "groups": 1}
@@ -122,6 +148,8 @@ def _conv_axis(module: _ConvNd, side: Side) -> ModuleAxis:
 def unprunable(module: nn.Module) -> str | None:
     """Why the tensors of this layer cannot be cut although its kind can; None if they can."""
     own_sides = ("out",) if isinstance(module, nn.MultiheadAttention) else sides(module)
+    if not own_sides or (isinstance(module, nn.RNNBase) and module.proj_size):
+        return None
     known = {slab.tensor for side in own_sides for slab in axis_of(module, side).slabs}
     own = {name for name, value in module._parameters.items() if value is not None}
     if "weight" in known and hasattr(module, "weight") and module.weight is not None and "weight" not in own:

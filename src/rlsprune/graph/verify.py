@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from rlsprune.graph.cuts import plan_cuts
 from rlsprune.graph.groups import Group
-from rlsprune.graph.layers import axis_of
+from rlsprune.graph.layers import axis_of, join
 from rlsprune.graph.observe import Call, hooked
 from rlsprune.model.calls import output_tensors
 from rlsprune.model.interrupts import stop_if_interrupted
@@ -223,8 +223,14 @@ class CutTrial:
         return self._difference(whole, small, what)
 
     def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
-        """Tensors with queries zeroed that are read by keys alone."""
+        """Tensors with channels zeroed that no other layer reads: queries, by keys alone, and states, by their own."""
         state: dict[str, Tensor] = {}
+        for member, units in [(m, units) for group, units in chosen for m in group.producers]:
+            for slab in axis_of(member.module, "out").slabs if isinstance(member.module, nn.RNNBase) else ():
+                if slab.dim == 1:
+                    name = self.places[join(member.name, slab.tensor)]
+                    whole = state.get(name, self.state[name])
+                    state[name] = whole.index_fill(1, slab.entries(member.index[units].flatten(), whole.shape[1]), 0)
         for member, units in [(m, units) for g, units in chosen if g.products for m in g.carriers]:
             if member.dim is not None:
                 name = self.places[member.name]
@@ -248,6 +254,8 @@ class CutTrial:
             seen.setdefault(module, []).extend(output_tensors(output))
 
         handles = [module.register_forward_hook(record) for module in self.layers]
+        recurrent = [(m, m._flat_weights) for m in self.layers if isinstance(m, nn.RNNBase)]
+        handles += [module.register_forward_pre_hook(_use_own_weights) for module, _ in recurrent]
         args, kwargs = self.inputs
         torch.manual_seed(_SEED)
         try:
@@ -259,6 +267,8 @@ class CutTrial:
         finally:
             for handle in handles:
                 handle.remove()
+            for module, weights in recurrent:
+                module._flat_weights = weights
         seen[_OUTPUT] = output_tensors(output)
         return seen
 
@@ -339,6 +349,12 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
             module.__class__ = kind
             for name, value in own.items():
                 setattr(module, name, value)
+
+
+def _use_own_weights(module: nn.Module, _: Any) -> None:
+    """A recurrent layer keeps its weights in a list, too, which functional_call does not change."""
+    assert isinstance(module, nn.RNNBase)
+    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
 
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

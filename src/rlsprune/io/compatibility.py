@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from rlsprune.io.tensorfile import DTYPES, Entry
 from rlsprune.model.arguments import quoted
 from rlsprune.model.selector import KEPT_INPUTS, full_in_features, kept_inputs
-from rlsprune.model.sizes import Sizes, check_sizes, implied_shapes, is_attention, read_sizes
+from rlsprune.model.sizes import Sizes, check_sizes, implied_shapes, is_newly_sized, read_sizes
 
 __all__ = [
     "check_inputs",
@@ -66,8 +66,9 @@ def selector_name(layer: str) -> str:
 
 def check_sized_layers(given: Mapping[str, object], layers: Mapping[str, nn.Module]) -> dict[str, Sizes]:
     """The sizes for each layer of the model, which must be those of the file and able to shrink to them."""
-    # Files of earlier versions, and of models that know their heads by other means, say nothing of attention.
-    silent = {name: read_sizes(layer) for name, layer in layers.items() if name not in given and is_attention(layer)}
+    # Files of earlier versions say nothing of recurrent layers, and, with those of models that know their heads by
+    # other means, nothing of attention.
+    silent = {name: read_sizes(layer) for name, layer in layers.items() if name not in given and is_newly_sized(layer)}
     given = {**given, **silent}
     _check_same("layers", given, layers)
     sizes = {}

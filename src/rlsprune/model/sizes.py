@@ -20,7 +20,7 @@ __all__ = [
     "check_sizes",
     "head_sizes",
     "implied_shapes",
-    "is_attention",
+    "is_newly_sized",
     "is_transposed_linear",
     "read_sizes",
     "write_sizes",
@@ -76,6 +76,21 @@ def _prelu(_: nn.PReLU, sizes: dict[str, int]) -> Shapes:
     return {"weight": (sizes["num_parameters"],)}
 
 
+def _recurrent(layer: nn.RNNBase, sizes: dict[str, int]) -> Shapes:
+    width, ways = sizes["hidden_size"], 2 if layer.bidirectional else 1
+    gates = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
+    read = layer.proj_size or width
+    shapes: Shapes = {}
+    for depth in range(layer.num_layers):
+        inputs = ways * read if depth else sizes["input_size"]
+        for way in ("", "_reverse"):
+            end = f"_l{depth}{way}"
+            shapes |= {f"weight_ih{end}": (gates * width, inputs), f"weight_hh{end}": (gates * width, read)}
+            shapes |= {f"bias_ih{end}": (gates * width,), f"bias_hh{end}": (gates * width,)}
+            shapes[f"weight_hr{end}"] = (read, width)
+    return shapes
+
+
 def _embedding(_: nn.Module, sizes: dict[str, int]) -> Shapes:
     return {"weight": (sizes["num_embeddings"], sizes["embedding_dim"])}
 
@@ -105,6 +120,7 @@ _KINDS = (
     _Kind((nn.LayerNorm, nn.RMSNorm), ("normalized_shape",), _layer_norm),
     _Kind((nn.PReLU,), ("num_parameters",), _prelu),
     _Kind((nn.Embedding, nn.EmbeddingBag), ("num_embeddings", "embedding_dim"), _embedding),
+    _Kind((nn.RNNBase,), ("input_size", "hidden_size"), _recurrent),
     _Kind((nn.MultiheadAttention,), ("num_heads", "head_dim", "value_dim"), _attention),
 )
 HEAD_SIZES: dict[str, tuple[str, ...]] = {
@@ -160,10 +176,10 @@ def head_sizes(module: nn.Module) -> Sizes:
     return {name: own[name] for name in _HEAD_NAMES if type(own.get(name)) is int}
 
 
-def is_attention(layer: nn.Module) -> bool:
-    """Whether the sizes of a module are those of an attention."""
+def is_newly_sized(layer: nn.Module) -> bool:
+    """Whether it is an attention or a recurrent layer, which files of 0.1.0 say nothing of."""
     kind = _kind(layer)
-    return kind is None or nn.MultiheadAttention in kind.types
+    return kind is None or not {nn.MultiheadAttention, nn.RNNBase}.isdisjoint(kind.types)
 
 
 def write_sizes(layer: nn.Module, sizes: Mapping[str, int | list[int]]) -> None:
@@ -191,7 +207,7 @@ def check_sizes(layer: nn.Module, sizes: object) -> Sizes:
             do not divide channels.
     """
     now = read_sizes(layer) or {}
-    if isinstance(sizes, dict) and (FITTED in now or (head_sizes(layer) and is_attention(layer))):
+    if isinstance(sizes, dict) and (FITTED in now or (head_sizes(layer) and _kind(layer) is None)):
         # A fresh layer is not fitted yet.
         now, sizes = {**now, FITTED: 1}, {FITTED: 0, **sizes}
     if not isinstance(sizes, dict) or set(sizes) != set(now):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph import Group, Member
-from rlsprune.graph.layers import axis_of
+from rlsprune.graph.layers import ModuleAxis, axis_of
 from rlsprune.model.tensors import whole
 from rlsprune.statistics.inverse import Inverse, cholesky_positive
 from rlsprune.statistics.rows import has_rows, input_count, input_rows, weight_matrix
@@ -113,8 +113,11 @@ def weight_norms(member: Member, power: int) -> Tensor:
 
 def _channel_norms(member: Member, power: int) -> Tensor:
     """Norms of the weights of each channel of each unit."""
+    axis = axis_of(member.module, member.side)
+    if isinstance(member.module, nn.RNNBase):
+        return _recurrent_norms(member.module, axis, power)[member.index]
     parts = []
-    for slab in axis_of(member.module, member.side).slabs:
+    for slab in axis.slabs:
         weight = getattr(member.module, slab.tensor, None)
         if weight is None or not slab.tensor.endswith("weight"):
             continue
@@ -123,6 +126,18 @@ def _channel_norms(member: Member, power: int) -> Tensor:
         parts.append(whole(weight.detach()).abs().pow(power).sum(other_dims, dtype=dtype).double().cpu())
     sums = torch.cat(parts)
     return sums[member.index % len(sums)]
+
+
+def _recurrent_norms(layer: nn.RNNBase, axis: ModuleAxis, power: int) -> Tensor:
+    """Norms of the weights that make each state of a recurrent layer, or that read each of its inputs."""
+    norms = torch.zeros(axis.size, dtype=torch.float64)
+    for slab in axis.slabs:
+        makes = slab.dim == 0 or "hidden_size" not in axis.attributes
+        if makes and slab.tensor.startswith("weight"):
+            weight = whole(layer._parameters[slab.tensor].detach()).abs().pow(power)  # type: ignore[union-attr]
+            sums = weight.sum(1 - slab.dim).double().cpu().view(slab.repeats, -1).sum(0)
+            norms[slab.offset : slab.offset + len(sums)] += sums
+    return norms
 
 
 def product_norms(product: tuple[Member, Member]) -> Tensor:
