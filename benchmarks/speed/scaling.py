@@ -1,14 +1,17 @@
-"""What several processes give: state per rank, time per step and bytes sent, beside plain DistributedDataParallel.
+"""What several processes give: state per rank, steps, events and `shrink` on 1 and 2 ranks, and what they send.
 
     python -m benchmarks.speed.scaling [--network fnn|mini-vgg] [--batch 128] [--steps 20] [--ranks 1,2]
 
-Every rank is a process with one thread on this machine, talking through the loopback interface (gloo), and takes its
-share of the same batch. Times are medians of wall-clock steps as multiples of momentum SGD's under plain DDP on as many
-ranks, in the same processes one after the other; with fewer free cores than ranks they say nothing. Bytes are what one
-rank hands to all-reduce in a step, before the backend's own algorithm multiplies them (by about 2 for a ring).
+Every rank is a process with one thread on this machine, talking through the loopback interface (gloo). Times are
+processor time of rank 0, so that they can be compared on a busy machine; what it waits for others is not counted. Bytes
+are what one rank hands to all-reduce, before the backend's own algorithm multiplies them (by about 2 for a ring).
 
-The second table is of an event on a network divided by ``fully_shard`` (on one rank: whole), trained by AdamW: what the
-process grew by while it lasted, beside what the rank keeps of the network and the largest tensor that is cut.
+The first table has steps, each rank with its share of the same batch, as multiples of momentum SGD's under plain DDP
+on as many ranks, in the same processes one after the other; the bytes of the gradients are plain DDP's. The second is
+of an event on a network divided by ``fully_shard`` (on one rank: whole), trained by AdamW: what the process grew by
+while it lasted, beside what the rank keeps of the network, the largest tensor that is cut, and the largest group of
+channels with all layers that make and read it. The third is of `rlsprune.shrink`, each rank with its share of 1,024
+images; the difference is that of the weights from those of one rank.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +43,9 @@ from benchmarks.common import CLASSES
 from benchmarks.networks import mini_vgg
 from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.models import FNN
+from rlsprune.distributed.ranks import Ranks
+
+IMAGES = 1024  # that shrink calibrates on
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "fnn": (FNN, (784,)),
@@ -95,12 +102,11 @@ def rank_main(network: str, batch: int, steps: int) -> None:
         counter.watch(optimizer)
         for _ in range(steps + 2):
             dist.barrier()
-            started = time.perf_counter()
+            started = time.process_time()
             optimizer.zero_grad()
             mean_squared_error(model(images), labels).backward()
             optimizer.step()
-            dist.barrier()
-            times.append(time.perf_counter() - started)
+            times.append(time.process_time() - started)
         step = statistics.median(times[2:])
         baseline = baseline or step
         held = sum(t.nbytes for t in tensors(optimizer.state))
@@ -134,6 +140,10 @@ def event_main(width: int, batch: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     inputs = torch.rand(batch, width // 2, generator=torch.Generator().manual_seed(0))
     pruner = rlsprune.Pruner(model, optimizer, inputs[:1], ratio=0.2, warmup_epochs=0, patience=None)
+    group = max(
+        sum(p.nbytes for m in {member.module for member in group.members} for p in m.parameters(recurse=False))
+        for group in pruner.groups
+    )
     for _ in range(2):
         optimizer.zero_grad()
         model(inputs.chunk(ranks)[rank]).square().mean().backward()
@@ -141,15 +151,46 @@ def event_main(width: int, batch: int) -> None:
     optimizer.zero_grad()
     dist.barrier()
     with Growth() as growth:
-        started = time.perf_counter()
+        started = time.process_time()
         event = pruner.step(1.0)
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
     assert event is not None
     if rank == 0:
         part = sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in model.parameters())
         print(
             f"{ranks:5} {seconds:8.2f} {growth.most / 2**20:9.0f} {whole / 2**20:10.0f} {part / 2**20:11.0f} "
-            f"{largest / 2**20:12.0f} {event.params_after / event.params_before:8.2f}",
+            f"{largest / 2**20:12.0f} {group / 2**20:14.0f} {event.params_after / event.params_before:12.2f}",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+def shrink_main(first: Path) -> None:
+    """One rank: `shrink`, and how far its result is from that of the first number of ranks, which is kept in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = mini_vgg().eval()
+    images = torch.rand(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split(64)
+    sent: list[int] = []
+    sum_ = Ranks.sum_
+
+    def counted_sum(self: Ranks, tensor: Tensor) -> None:
+        sent.append(tensor.nbytes)
+        sum_(self, tensor)
+
+    Ranks.sum_ = counted_sum  # type: ignore[method-assign]
+    started = time.process_time()
+    rlsprune.shrink(model, list(images[rank::ranks]), target={"flops": 0.5})
+    seconds = time.process_time() - started
+    if rank == 0:
+        if not first.exists():
+            torch.save((seconds, model.state_dict()), first)
+        alone, state = torch.load(first)
+        apart = max(float((own - state[name]).abs().max()) for name, own in model.state_dict().items())
+        print(
+            f"{ranks:5} {seconds:9.1f} {seconds / alone:11.2f} {sum(sent) / 2**20:9.0f} {len(sent):9} {apart:11.1e}",
             flush=True,
         )
     dist.destroy_process_group()
@@ -193,30 +234,42 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", default="1,2", help="how many processes, separated by commas")
+    parser.add_argument("--parts", default="step,event,shrink", help="which tables, separated by commas")
     parser.add_argument("--width", type=int, default=4096, help="of the network that is divided")
     options = parser.parse_args()
     if "RANK" in os.environ:
         if os.environ["PART"] == "step":
             rank_main(options.network, options.batch, options.steps)
-        else:
+        elif os.environ["PART"] == "event":
             event_main(options.width, options.batch)
+        else:
+            shrink_main(Path(os.environ["FOLDER"]) / "first.pt")
         return
-    print(f"{options.network}, global batch {options.batch}")
-    print("ranks optimizer        state/rank MiB   step ms  vs. SGD  gradients MiB  ours MiB")
-    start("step", options.ranks)
-    print(f"event, {options.width // 2}-{options.width}-{options.width}-{CLASSES}, MiB")
-    print("ranks  event s  grown by  all weights  of this rank  largest cut  params left")
-    start("event", options.ranks)
+    parts = options.parts.split(",")
+    if "step" in parts:
+        print(f"{options.network}, global batch {options.batch}")
+        print("ranks optimizer        state/rank MiB   step ms  vs. SGD  gradients MiB  ours MiB")
+        start("step", options.ranks)
+    if "event" in parts:
+        print(f"event, {options.width // 2}-{options.width}-{options.width}-{CLASSES}, MiB")
+        print("ranks  event s  grown by  all weights  of this rank  largest cut  largest group  params left")
+        start("event", options.ranks)
+    if "shrink" in parts:
+        print(f"shrink to half of the FLOPs, mini-VGG, {IMAGES} images")
+        print("ranks  shrink s  vs. 1 rank  ours MiB  messages  difference")
+        with tempfile.TemporaryDirectory() as folder:
+            start("shrink", options.ranks, folder)
 
 
-def start(part: str, numbers: str) -> None:
+def start(part: str, numbers: str, folder: str = "") -> None:
     """One process per rank, for each number of ranks."""
     for ranks in map(int, numbers.split(",")):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-        shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PART": part}
+        shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PART": part, "FOLDER": folder}
+        shared["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # tensors that are freed leave the process at once
         command = [sys.executable, "-m", "benchmarks.speed.scaling", *sys.argv[1:]]
         root = Path(__file__).parents[2]
         processes = [subprocess.Popen(command, cwd=root, env={**shared, "RANK": str(rank)}) for rank in range(ranks)]

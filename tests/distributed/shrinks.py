@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
 from rlsprune.app.cli.main import main
-from rlsprune.shrinking import choice, leastsquares
+from rlsprune.shrinking import calibration, choice, leastsquares
 from zoo import ZOO
 
 BATCHES = 12  # divides by two and by three
@@ -121,6 +121,13 @@ def in_rows() -> dict[str, Any]:
         return at_once("fnn", 24)()
 
 
+def with_little_room() -> dict[str, Any]:
+    """The first layers see one piece of the inputs at a time: of one rank, and the other has nothing to add."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_LIVE_BYTES", 2**18)
+        return at_once("resnet-basic", 24, target={"params": 0.8})()
+
+
 def by_time() -> dict[str, Any]:
     """Rank 0 measures for all."""
     result = at_once("fnn", 24, target={"latency": 0.95})()
@@ -136,6 +143,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "recovery": with_recovery,
     "padded": padded,
     "in rows": in_rows,
+    "little room": with_little_room,
 }
 
 

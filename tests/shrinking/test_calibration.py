@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsprune.graph.sites import find_sites
-from rlsprune.shrinking.calibration import Calibration, _uniform
+from rlsprune.shrinking.calibration import Calibration, Lanes, _uniform
 from rlsprune.shrinking.replay import Replay, closing
 
 
@@ -19,7 +19,7 @@ def drawn(model: nn.Module, inputs: Tensor, sizes: list[int], rows: int) -> tupl
     starts = torch.tensor([0, *sizes]).cumsum(0)
     with closing(replay):
         stops = replay.advance(len(calls))
-        places = calibration.draw(stops, seed=3, inputs=len(inputs), rows=rows)
+        places = calibration.draw(stops, 3, Lanes(len(calls), len(calls), len(inputs)), rows)
         fitted, held = calibration.split(stops, places)
     each = stops[0].product.places // sizes[0]
     found = {(int(start + p // each), int(p % each)) for start, own in zip(starts, places, strict=False) for p in own}
@@ -50,7 +50,7 @@ def test_of_few_inputs_some_rows_are_held_back() -> None:
     replay = Replay(model, find_sites(model, inputs), [inputs], ahead=False)
     with closing(replay):
         stops = replay.advance(1)
-        (fitted,), (held,) = calibration.split(stops, calibration.draw(stops, seed=0, inputs=3))
+        (fitted,), (held,) = calibration.split(stops, calibration.draw(stops, 0, Lanes(1, 1, 3)))
     assert 10 < len(held) < 35
     assert sorted([*fitted.tolist(), *held.tolist()]) == list(range(108))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.lanes import Lane
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.shrinking.calibration import Calibration, Lanes
 from rlsprune.shrinking.replay import Replay, closing
 from zoo import ZOO, Conv1D
 
@@ -102,7 +102,7 @@ def test_padding_tokens_are_never_drawn(layer: nn.Module) -> None:
     model = Tokens().eval()
     replay = Replay(model, find_sites(model, batch), [batch], ahead=False)
     with closing(replay):
-        (where,) = Calibration([batch], [2]).draw(replay.advance(1), seed=0, inputs=2)
+        (where,) = Calibration([batch], [2]).draw(replay.advance(1), 0, Lanes(1, 1, 2))
     assert where.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
 
 

@@ -105,9 +105,11 @@ class Lanes(NamedTuple):
     """Pieces of the inputs that wait at a layer together."""
 
     own: int
-    """How many, on this rank."""
+    """How many, on this rank: at least one, which knows the shapes."""
+    counted: int
+    """Of how many rows are drawn: of none, if other ranks have all that one process would have there."""
     inputs: int
-    """How many inputs they hold, on all ranks."""
+    """How many inputs these hold, on all ranks."""
 
 
 class Calibration:
@@ -148,16 +150,16 @@ class Calibration:
         return cls(calls, [batch_size(call) for call in calls], numbers, ranks)
 
     def lanes(self, sites: Mapping[tuple[str, int], Site]) -> dict[tuple[str, int], Lanes]:
-        """How many of the pieces can wait at each site together; never fewer at a later site, and one of each rank."""
+        """How many of the pieces can wait at each site together; never fewer at a later site."""
         order = [rank for _, rank in sorted((n, rank) for rank, own in enumerate(self._pieces) for n, _ in own)]
         largest = max(size for own in self._pieces for _, size in own)
 
         @cache
         def divided(together: int) -> Lanes:
             counts = Counter(order[:together])
-            each = [max(1, counts[rank]) for rank in range(self.reduction.size)]
-            inputs = sum(size for own, lanes in zip(self._pieces, each, strict=True) for _, size in own[:lanes])
-            return Lanes(each[self.reduction.rank], inputs)
+            inputs = sum(size for rank, own in enumerate(self._pieces) for _, size in own[: counts[rank]])
+            counted = counts[self.reduction.rank]
+            return Lanes(max(1, counted), counted, inputs)
 
         result: dict[tuple[str, int], Lanes] = {}
         together = len(order)
@@ -167,19 +169,22 @@ class Calibration:
             result[key] = divided(together)
         return result
 
-    def draw(self, stops: Sequence[Stop], seed: int, inputs: int, rows: int | None = None) -> list[Tensor]:
+    def draw(self, stops: Sequence[Stop], seed: int, lanes: Lanes, rows: int | None = None) -> list[Tensor]:
         """Places of a layer's output to work with, of each piece; the same again for the same seed.
 
         Args:
             stops: Where the pieces wait.
             seed: Of the layer.
-            inputs: How many inputs wait there, on all ranks: equally many rows are drawn of each.
+            lanes: Of the layer. Equally many rows are drawn of each input.
             rows: How many in all; None for what suits the width of the layer.
         """
         product = stops[0].product
         rows = rows_drawn(product.width + 1, product.groups) if rows is None else rows
-        each = math.ceil(rows / max(inputs, 1))
-        return [_drawn(stop, numbers, each, seed) for stop, numbers in zip(stops, self._numbers, strict=False)]
+        each = math.ceil(rows / max(lanes.inputs, 1))
+        drawn = [
+            _drawn(stop, own, each, seed) for stop, own in zip(stops[: lanes.counted], self._numbers, strict=False)
+        ]
+        return drawn + [torch.arange(0)] * (len(stops) - len(drawn))
 
     def split(self, stops: Sequence[Stop], places: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Places to fit to, and those of other inputs, a fifth, that tell whether the fit is better.

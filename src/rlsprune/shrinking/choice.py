@@ -13,7 +13,7 @@ from rlsprune.graph.sites import Site, layer_names
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import product_norms, weight_norms
-from rlsprune.shrinking.calibration import Calibration, gather_rows
+from rlsprune.shrinking.calibration import Calibration, Lanes, gather_rows
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
 from rlsprune.shrinking.leastsquares import MOST_INPUTS, product_in_pieces
 from rlsprune.shrinking.rebuild import DAMPING, affine_of, can_shift
@@ -133,7 +133,7 @@ def find_curves(
             on_layer(site.layer, number, len(watched))
             norms = [modules[name] for name in site.norms]
             after = modules[site.layer_norm] if site.layer_norm is not None else None
-            _look(seen.setdefault(site.layer, _Seen()), batches, stops, norms, after, number, lanes[key].inputs)
+            _look(seen.setdefault(site.layer, _Seen()), batches, stops, norms, after, number, lanes[key])
             if site.shared and number == last[site.layer] and seen[site.layer].square is not None:
                 found.shared[site.layer] = seen[site.layer].autocorrelation()
             while turns and turns[0][0] <= number:
@@ -158,7 +158,7 @@ def _look(
     norms: Sequence[nn.Module],
     layer_norm: nn.Module | None,
     seed: int,
-    inputs: int,
+    lanes: Lanes,
 ) -> None:
     """Adds what one call of a layer sees on all inputs."""
     product = stops[0].product
@@ -170,7 +170,7 @@ def _look(
     count, sums = zero.clone(), zero.new_zeros(3, len(scale))  # of results, of their squares, and of 1/σ² of the rows
     square, total = zero.new_zeros(product.groups, width, 0 if wide else width), zero.new_zeros(product.groups, width)
     rows = []
-    for stop, where in zip(stops, batches.draw(stops, seed, inputs, _ROWS_IN_ROWS if wide else None), strict=True):
+    for stop, where in zip(stops, batches.draw(stops, seed, lanes, _ROWS_IN_ROWS if wide else None), strict=True):
         own = gather_rows([stop], [where], shifted)
         if wide:
             rows.append(own)

@@ -79,7 +79,7 @@ def rebuild(
             layer = modules[site.layer]
             norms = [modules[name] for name in site.norms]
             on_layer(site.layer, number, len(fitted))
-            places = batches.draw(inputs, number, active.inputs)
+            places = batches.draw(inputs, number, active)
             problem = _Problem(batches, norms, site, targets, inputs, kept.get(site.layer))
             if problem.refit(layer, places, damping):
                 refitted.append(site.layer)
