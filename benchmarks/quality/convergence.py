@@ -80,7 +80,10 @@ def train(
     for _ in range(epochs):
         for images, labels in batches:
             start = clock()
-            losses.append(train_step(model, optimizers, images, labels, task.loss))
+            try:
+                losses.append(train_step(model, optimizers, images, labels, task.loss))
+            except FloatingPointError:  # RLS tells
+                losses.append(torch.tensor(math.nan))
             spent, step = spent + clock() - start, step + 1
             end = step == last or spent >= max_seconds
             if step % EVERY == 0 or end:

@@ -93,7 +93,8 @@ class RLS(Optimizer):
         Args:
             model: The module to train, or a DistributedDataParallel or compiled wrapper of it. All its parameters are
                 taken.
-            lr: η, the gradient scaling factor of every preconditioned layer.
+            lr: η, the gradient scaling factor of every preconditioned layer. With batch norm start at 0.1: it takes
+                the mean of the inputs out, which is what P would have damped, and η is a rate of plain SGD there.
             momentum: α in [0, 1), also of the momentum SGD for the other parameters.
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
             mean_scale: k > 0, the weight of a batch's mean input in P.

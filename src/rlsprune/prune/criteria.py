@@ -100,7 +100,7 @@ def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
     scores = torch.zeros(len(member.index), dtype=torch.float64)
     for P, W, rows in zip(inverse_of(member.name), weight_matrix(layer), input_rows(layer, member.index), strict=True):
         blocks = P.blocks(rows.to(W.device))
-        own = W.mT[:, rows.to(W.device)].movedim(0, 2)  # (units, rows of a unit, outputs)
+        own = W[rows.to(W.device)]  # (units, rows of a unit, outputs)
         gram = (own @ own.mT).to(blocks)  # tr(WᵀP⁻¹W) = Σ P⁻¹ ∘ WWᵀ: there are fewer rows than outputs
         scores += (torch.cholesky_inverse(cholesky_positive(blocks)) * gram).sum((1, 2)).cpu()
     return scores
