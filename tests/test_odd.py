@@ -17,8 +17,6 @@ import odd
 import rlsprune
 from rlsprune.model.calls import as_call, output_tensors
 
-FEW = [None, "x", -1, float("nan"), 10**30, 1j, {"a": 1}, [None], torch.tensor([1.0, 2.0])]
-
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
@@ -135,27 +133,17 @@ NAMES = {
 }
 
 
-def _values(among: list[Any]) -> list[Any]:
-    return [value for value in among if not callable(value)]
+VALUES = [value for value in odd.VALUES if not callable(value)]
 
 
 @pytest.mark.parametrize(("call", "name"), [(call, name) for call, names in NAMES.items() for name in names])
 def test_arguments(call: str, name: str) -> None:
-    for value in _values(FEW):
+    for value in VALUES:
         model = odd.mlp()
         attempt(f"{call}({name}={value!r})", lambda: CALLS[call](model, name, value), model)  # noqa: B023
 
 
-@pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.parametrize(("call", "name"), [(call, name) for call, names in NAMES.items() for name in names])
-def test_arguments_of_many_kinds(call: str, name: str) -> None:
-    for value in _values(odd.VALUES):
-        model = odd.mlp()
-        attempt(f"{call}({name}={value!r})", lambda: CALLS[call](model, name, value), model)  # noqa: B023
-
-
-@pytest.mark.parametrize("value", _values(odd.VALUES), ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_what_methods_and_functions_are_given(value: Any, tmp_path: Path) -> None:
     model, path = odd.mlp(), tmp_path / "model.safetensors"
     pruner = _pruner(model)

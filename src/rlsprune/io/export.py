@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rlsprune.io.atomic import check_name, replacing
 from rlsprune.model.arguments import shown
 from rlsprune.model.calls import ExampleInputs
+from rlsprune.model.demands import check_network
 from rlsprune.model.modes import inference, plain_attention
 from rlsprune.model.progress import shown_progress
 
@@ -69,14 +70,15 @@ def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | 
         torch.Size([8, 2])
     """
     check_name(path)
+    check_network(model)
     if Path(path).suffix != ".pt2":
         raise ValueError(f"{os.fspath(path)}: programs of torch.export are kept in files that end in .pt2; name it so")
     with shown_progress() as tell, inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
         tell(f"exporting to {Path(path).name}", 0, None)
         references = _references(plain, (args, kwargs), path)
         args, kwargs = references[-1].call
-        _name_arguments(plain, kwargs)
         with _explained(plain, path):
+            _name_arguments(plain, kwargs)
             shapes = _dynamic_shapes(plain, references[-1].call)
             program = torch.export.export(plain, args, kwargs, dynamic_shapes=shapes, strict=False)
         with replacing(path) as temporary:
@@ -115,6 +117,7 @@ def export_onnx(
         (8, 2)
     """
     check_name(path)
+    check_network(model)
     if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"metadata is {shown(metadata)}: give a dict, or None")
     for entry in (metadata or {}).items():
@@ -127,8 +130,8 @@ def export_onnx(
         plain = copy.deepcopy(plain).cpu()
         references = _references(plain, tree_map(_on_cpu, (args, kwargs)), path)
         args, kwargs = references[-1].call
-        _name_arguments(plain, kwargs)
         with _explained(plain, path), _quiet():
+            _name_arguments(plain, kwargs)
             shapes = _dynamic_shapes(plain, references[-1].call)
             program = torch.onnx.export(plain, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False)
         if program is None:
