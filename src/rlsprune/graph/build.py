@@ -17,7 +17,8 @@ from rlsprune.graph.members import Member
 from rlsprune.graph.observe import Call, Observation, RawInput, observe
 from rlsprune.graph.settle import settle_attention
 from rlsprune.graph.trace import trace_groups
-from rlsprune.graph.verify import CutTrial, verify_groups
+from rlsprune.graph.trial import CutTrial
+from rlsprune.graph.verify import verify_groups
 from rlsprune.model.arguments import check_iterable, shown
 from rlsprune.model.attention import open_attention, opened
 from rlsprune.model.calls import ExampleInputs

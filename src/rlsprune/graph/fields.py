@@ -15,7 +15,19 @@ from torch import Tensor
 
 from rlsprune.graph.slots import Slots
 
-__all__ = ["Labelled", "aligned", "collapsed", "compact", "merged", "placed", "stretched", "tidy", "varying", "vector"]
+__all__ = [
+    "Labelled",
+    "aligned",
+    "collapsed",
+    "compact",
+    "merged",
+    "placed",
+    "resized",
+    "stretched",
+    "tidy",
+    "varying",
+    "vector",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,11 @@ def stretched(labels: Tensor, shape: Sequence[int]) -> Tensor:
     """Broadcast to a shape, as torch broadcasts operands."""
     small = compact(labels)
     return small.reshape((1,) * (len(shape) - small.ndim) + small.shape).expand(shape)
+
+
+def resized(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stretched to another size where it does not vary."""
+    return compact(labels).expand(shape)
 
 
 def placed(entries: Tensor, dim: int, shape: Sequence[int]) -> Tensor:

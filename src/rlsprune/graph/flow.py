@@ -7,7 +7,7 @@ keys, it is remembered which channels were multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rlsprune.graph.function_names import CASTS, ELEMENTWISE, FILLING, MIXING, MOVING, REDUCING, bare_name, mixed_dims
 from rlsprune.graph.labels import EVERYTHING, NOTHING, Label, LabelSets, broadcast, is_constant
 from rlsprune.graph.layers import axis_of, join, sides
 from rlsprune.graph.members import Axis
@@ -28,27 +29,6 @@ from rlsprune.model.sizes import HEAD_SIZES, head_sizes
 
 __all__ = ["Contraction", "Flow", "Slot", "follow_channels"]
 
-_MOVING = set(
-    """
-    view reshape transpose permute contiguous flatten unflatten squeeze unsqueeze expand expand_as repeat
-    repeat_interleave chunk split unbind __getitem__ narrow select clone index_select movedim swapaxes swapdims
-    moveaxis cat stack concat roll flip pad tensor_split view_as reshape_as tile t hstack vstack split_with_sizes
-    broadcast_to detach rot90 adjoint gather unfold take_along_dim concatenate unsafe_chunk mT T
-    """.split()  # noqa: SIM905
-)
-_ELEMENTWISE = set(
-    """
-    add sub mul div true_divide neg pow sqrt rsqrt exp relu gelu silu sigmoid tanh where masked_fill clamp clip
-    abs square rsub subtract multiply divide elu to float half bfloat16 double type type_as hardswish leaky_relu
-    softplus log mish relu6 cos sin addcmul lerp maximum minimum nan_to_num reciprocal erf hardtanh dropout
-    dropout1d dropout2d alpha_dropout requires_grad hardsigmoid logsigmoid celu selu clamp_min clamp_max cpu cuda
-    prelu exp2 sign
-    """.split()  # noqa: SIM905
-)
-_CASTS = {"to", "type", "type_as"}  # to what another tensor is
-_MIXING = {"softmax", "log_softmax", "cumsum", "layer_norm", "rms_norm", "normalize", "_safe_softmax"}
-_FILLING = set("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split())  # noqa: SIM905
-_REDUCING = {"mean", "sum", "amax", "amin", "var", "std", "norm", "logsumexp", "vector_norm"}
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 _BIASED_PRODUCTS = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm}
 
@@ -180,7 +160,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _result(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        name = _name(func)
+        name = bare_name(func)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         product = product_of(func, args, kwargs)
@@ -193,21 +173,21 @@ class _Watch(TorchFunctionMode):
             return self._product(args[0], args[1], result)
         if func in _BIASED_PRODUCTS:
             return self._product(args[1], args[2], result)
-        if name in _FILLING:
+        if name in FILLING:
             return _zeros(result)
-        if name in _MOVING:
+        if name in MOVING:
             return func(*tree_map(self._moved, args), **tree_map(self._moved, kwargs))
-        if name in _ELEMENTWISE or func in DROPOUTS:
-            own = args[:1] if name in _CASTS else (args, kwargs)
+        if name in ELEMENTWISE or func in DROPOUTS:
+            own = args[:1] if name in CASTS else (args, kwargs)
             parts = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)]
             return self.labels.elementwise(*(self._of(part) for part in parts if part.is_floating_point())).expand(
                 result.shape
             )
         first = args[0] if args else kwargs["input"]
-        if name in _MIXING:
-            return self._mixed(self._of(first), _dims(name, args, kwargs, first.dim())).expand(result.shape)
-        if name in _REDUCING:
-            mixed = self._mixed(self._of(first), _dims(name, args, kwargs, first.dim()))
+        if name in MIXING:
+            return self._mixed(self._of(first), mixed_dims(name, args, kwargs, first.dim())).expand(result.shape)
+        if name in REDUCING:
+            mixed = self._mixed(self._of(first), mixed_dims(name, args, kwargs, first.dim()))
             return mixed.reshape(result.shape)
         return None
 
@@ -332,29 +312,3 @@ def _head_dim(parameter: Tensor, module: nn.Module) -> int:
 
 def _zeros(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.long).expand(tensor.shape)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """The name of a function, method or property, the same for its in-place and reflected forms."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "")
-    if name == "__getitem__":
-        return name
-    if name.startswith("__"):
-        bare = name.strip("_")
-        bare = bare if bare in _ELEMENTWISE else bare[1:] if bare[:1] in "ri" else bare
-        return {"truediv": "div", "itruediv": "div", "rtruediv": "div"}.get(bare, bare)
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
-
-
-def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[int]:
-    """Which dimensions a function mixes."""
-    if name in ("layer_norm", "rms_norm"):
-        shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-        return list(range(-len(shape), 0))
-    default = 1 if name == "normalize" else None
-    place = 2 if name in ("normalize", "norm", "vector_norm") else 1
-    dim = args[place] if len(args) > place else kwargs.get("dim", default)
-    dims = list(range(count)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    return [place % count for place in dims]

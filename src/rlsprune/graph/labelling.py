@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlsprune.graph.fields import Labelled, compact, placed, varying
+from rlsprune.graph.function_call import FunctionCall, UnknownFunctionError
 from rlsprune.graph.layers import axis_of, sides, unprunable
 from rlsprune.graph.observe import hooked
 from rlsprune.graph.recurrent import follow_recurrent
-from rlsprune.graph.rules import FunctionCall, UnknownFunctionError, apply_rule
+from rlsprune.graph.rules import apply_rule
 from rlsprune.graph.slots import Slots
 from rlsprune.model.calls import output_tensors
 

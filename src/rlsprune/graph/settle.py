@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlsprune.graph.attention import Candidate
 from rlsprune.graph.groups import Group
-from rlsprune.graph.verify import CutTrial
+from rlsprune.graph.trial import CutTrial
 
 __all__ = ["settle_attention"]
 
