@@ -6,11 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
@@ -123,6 +126,38 @@ PRUNED: dict[str, tuple[Any, ...]] = {
     "l1": ("AdamW", "l1"),
     "roll-back": ("RLS", "obs", 1),
 }
+
+
+DEPTH, WIDTH = 8, 24
+
+
+def gathered_run() -> float:
+    """An event on a deep network: what was gathered of it at any one time, in weights of a layer."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model[::2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(2, WIDTH), ratio=0.2, patience=None)
+    for _ in range(2):
+        model(torch.rand(16, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    made: list[tuple[StorageWeakRef, int]] = []  # views keep what they are views of
+    most, full_tensor = [0], DTensor.full_tensor
+
+    def watched(self: DTensor, **options: Any) -> Tensor:
+        result = full_tensor(self, **options)
+        made.append((StorageWeakRef(result.untyped_storage()), result.numel()))
+        most.append(sum(size for storage, size in made if not storage.expired()))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", watched)
+        assert pruner.prune() is not None
+    return max(most) / WIDTH**2
 
 
 def pruned() -> tuple[nn.Module, rlsprune.RLS, rlsprune.Pruner]:

@@ -113,6 +113,8 @@ def equal_runs(folder: Path) -> dict[str, Any]:
         "guards": guards(),
         "fsdp": fsdp.divided_run(folder),
         "pruned": {name: fsdp.pruned_run(folder, *case) for name, case in fsdp.PRUNED.items()},
+        "gathered": fsdp.gathered_run(),
+        "messages": messages(),
         "checkpoint": fsdp.checkpointed_run(folder),
         "exit code": main([*OPTIONS, "--epochs", "3", "--threads", "1", "--out", str(folder / "run")]),
         "folder": str(folder),
@@ -125,6 +127,30 @@ def equal_runs(folder: Path) -> dict[str, Any]:
     with pytest.raises(RankLostError) as lost:
         train(model, optimizer, (20,), range(3))
     return result | {"lost": str(lost.value)}
+
+
+def messages() -> list[str]:
+    """What a step of the optimizer says to other ranks; the gradients are averaged in the backward."""
+    model = DistributedDataParallel(normed())
+    optimizer = rlsprune.RLS(model, lr=0.3)
+    train(model, optimizer, (20,), range(2))
+    (model(share(torch.rand(BATCH, 20))) ** 2).sum().backward()
+    sent: list[str] = []
+
+    def counted(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def counting(*given: Any, **named: Any) -> Any:
+            sent.append(name)
+            return call(*given, **named)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "reduce", "barrier"):
+            patch.setattr(dist, name, counted(name))
+        optimizer.step()
+    return sent
 
 
 def guards() -> dict[str, str]:

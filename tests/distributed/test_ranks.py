@@ -99,6 +99,17 @@ def test_a_divided_network_is_pruned_as_a_whole_one_is(two: Any, case: str) -> N
         assert run["local"] < 0.6 * alone["local"], "every rank has its part alone"
 
 
+def test_an_event_gathers_one_tensor_after_the_other(two: Any) -> None:
+    for rank in two:
+        # Of nine layers, with as much again twice in AdamW's state; gloo may still hold the one before.
+        assert 1 <= rank["gathered"] <= 2.1
+
+
+def test_a_step_is_one_message(two: Any) -> None:
+    for rank in two:
+        assert rank["messages"] == ["all_reduce"]
+
+
 def test_a_checkpoint_of_a_divided_network_is_loaded_by_any_number(two: Any) -> None:
     for rank in two:
         run = rank["pruned"]["roll-back"]
