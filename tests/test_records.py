@@ -149,3 +149,23 @@ def test_tuned_rivals_are_those_of_the_drawn_table() -> None:
     accuracies = [row for row in drawn if len(row) == len(drawn[0])]
     assert len(accuracies) >= 9
     assert not [row for row in accuracies if row not in rows(RESULTS)]
+
+
+def test_the_zoo_s_table_is_that_of_its_runs_and_no_error_is_foreign() -> None:
+    page = (DOCS / "records" / "2026-11-18-zoo.md").read_text(encoding="utf-8")
+    found = [json.loads(path.read_text()) for path in sorted((RUNS / "zoo").glob("*.json"))]
+    assert len(found) == 166
+    assert not [one["network"] for one in found if "foreign_error" in one or "too_slow" in one or "unavailable" in one]
+    table = {row[0]: row for row in rows(page) if "/" in row[0]}
+    assert sorted(table) == sorted(one["network"] for one in found)
+    for one in found:
+        if "own_error" not in one:
+            left = [f"{100 * share:.0f}" if share else "–" for share in (one["left"], one["blocks_left"])]
+            assert table[one["network"]][3:5] == left, one["network"]
+    heads = {"Bert", "Roberta", "GPT2", "ViT", "Beit", "DistilBert", "OPT", "Bart", "Electra", "CLIPText", "Dinov2"}
+    rotary = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Olmo", "Cohere"}
+    blocks = {
+        one["network"].partition("/")[2]: one.get("blocks_left") for one in found if "transformers" in one["network"]
+    }
+    assert all(blocks[name] <= 0.65 for name in heads)
+    assert all(blocks[name] <= 0.71 for name in rotary)
