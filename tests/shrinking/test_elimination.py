@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from rlsprune.graph import find_groups
 from rlsprune.prune.allocation import Costs
+from rlsprune.shrinking.calibration import Calibration
+from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, eliminate
 from rlsprune.shrinking.widths import choose_widths
 from rlsprune.statistics.inverse import from_rows
@@ -73,7 +75,7 @@ def test_in_the_space_of_rows_it_is_the_same() -> None:
     torch.manual_seed(0)
     rows, W, index = torch.randn(20, 30).double(), torch.randn(30, 3).double(), torch.arange(30).view(10, 3)
     A = rows.T @ rows / 20 + 0.1 * rows.square().mean() * torch.eye(30).double()
-    inside, outside = ReaderInRows(from_rows(rows, 0.1), W, index), Reader(A[None], W[None], index[None])
+    inside, outside = ReaderInRows(from_rows(rows, 0.1), W, index, rows), Reader(A[None], W[None], index[None])
     for gone in ([3], [0, 9], [5, 6]):
         left = [unit for unit in range(10) if unit not in gone]
         inside.remove(torch.tensor(gone))
@@ -83,6 +85,56 @@ def test_in_the_space_of_rows_it_is_the_same() -> None:
         torch.testing.assert_close(ours[index_left], wanted[index_left])
         assert set(gone).isdisjoint(index_left.tolist())
         assert set(index_left.tolist()) <= set(left)
+
+
+def test_error_is_that_on_other_rows() -> None:
+    (A, W), (B, _), index = problem(40, 60, 4), problem(40, 1, 5), torch.arange(40).view(20, 2)
+    reader = Reader(A[None].clone(), W[None], index[None], B[None].clone())
+    units = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    for gone in range(0, 18, 3):
+        reader.remove(units[gone : gone + 3])
+        stay = index[units[gone + 3 :]].flatten()
+        refitted = torch.zeros_like(W)
+        refitted[stay] = torch.linalg.solve(A[stay][:, stay], (A @ W)[stay])
+        assert reader.error == pytest.approx(float(((W - refitted) * (B @ (W - refitted))).sum()), rel=1e-8)
+
+
+def test_in_the_space_of_rows_the_error_is_that_on_other_rows() -> None:
+    torch.manual_seed(0)
+    rows, others, W, index = torch.randn(20, 30), torch.randn(9, 30), torch.randn(30, 3), torch.arange(30).view(10, 3)
+    rows, others, W = rows.double(), others.double(), W.double()
+    A = rows.T @ rows / 20 + 0.1 * rows.square().mean() * torch.eye(30).double()
+    inside = ReaderInRows(from_rows(rows, 0.1), W, index, others)
+    outside = Reader(A[None], W[None], index[None], (others.T @ others / 9)[None])
+    for gone in ([3], [0, 9], [5, 6]):
+        inside.remove(torch.tensor(gone))
+        outside.remove(torch.tensor(gone))
+        assert inside.error == pytest.approx(outside.error)
+
+
+def test_with_few_inputs_channels_do_not_stand_in_for_others_unless_they_are_copies() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 5))
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter[48:] = parameter[:16]
+    inputs, others = torch.randn(80, 32), torch.randn(4000, 32)
+    curve = ClosedForm(model, inputs[:1], Calibration([inputs], [80]), ignore=["input"]).curves["0"]
+    assert {unit % 48 for unit in curve.order[:16]} == set(range(16)), "the copies go first"
+    assert curve.costs[16] < 0.01
+    hidden, fresh = (
+        torch.nn.functional.pad(model[:2](x), (0, 1), value=1.0).double().detach() for x in (inputs, others)
+    )
+    outputs, told = model(inputs).double().detach(), model(others).double().detach()
+    for gone in (24, 32, 40):
+        stay = [*curve.order[gone:], 64]
+        fitted = torch.linalg.lstsq(hidden[:64][:, stay], outputs[:64]).solution
+
+        def share(rows: Tensor, wanted: Tensor, stay: list[int] = stay, fitted: Tensor = fitted) -> float:
+            return float((rows[:, stay] @ fitted - wanted).square().sum(1).mean() / wanted.var(0).sum())
+
+        assert share(hidden[:64], outputs[:64]) < 0.5 * share(fresh, told), "the fit flatters itself"
+        assert 0.5 * share(fresh, told) < curve.costs[gone] < 2 * share(fresh, told)
 
 
 def test_fixed_scores_go_from_the_least() -> None:

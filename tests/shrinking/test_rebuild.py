@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rlsprune.graph.sites import find_sites
 from rlsprune.model.product import product_of
 from rlsprune.prune.surgery import apply_cuts
 from rlsprune.shrinking.calibration import Calibration
-from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit
+from rlsprune.shrinking.leastsquares import LeastSquares, best_damping, clipped_fit
 from rlsprune.shrinking.norms import make_consistent
 from rlsprune.shrinking.rebuild import rebuild
 from zoo import ZOO, evaluate
@@ -215,3 +216,36 @@ def test_a_call_is_its_rows_times_the_weight_matrix(layer: nn.Module) -> None:
     if product.bias is not None:
         outputs = outputs + product.bias.detach()
     torch.testing.assert_close(outputs, product.at(output, where), rtol=1e-4, atol=1e-5)
+
+
+def test_more_damping_where_it_is_better_on_rows_that_were_held_back() -> None:
+    tried = {1e-3: 3.0, 1e-2: 2.0, 1e-1: 1.0, 1.0: 4.0}
+    assert best_damping(tried.__getitem__, 1e-3) == 1e-1
+    assert best_damping({**tried, 1e-2: 3.0}.__getitem__, 1e-3) == 1e-3, "no further than it helps"
+    assert best_damping(lambda damping: math.nan, 1e-3) == 1e-3
+    torch.manual_seed(0)
+    X, start, Y = torch.randn(1, 50, 8).double(), torch.randn(1, 8, 3).double(), torch.randn(1, 50, 3).double()
+    torch.testing.assert_close(LeastSquares(X, start, 1e-3).damped(0.1)(Y), LeastSquares(X, start, 0.1)(Y))
+
+
+def test_few_inputs_do_not_spoil_a_layer() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 30)).double()
+    cut = copy.deepcopy(whole)
+    cut[0].weight.data += 0.3 * torch.randn(40, 8)
+    inputs, others = torch.randn(50, 8).double(), torch.randn(1000, 8).double()
+
+    def error() -> float:
+        return float((cut(others) - whole(others)).square().mean())
+
+    rebuild(whole, cut, {k: s for k, s in find_sites(whole, inputs).items() if s.layer == "2"}, {},
+            Calibration([inputs], [50]))  # fmt: skip
+    chosen = error()
+    cut[2].load_state_dict(whole[2].state_dict())
+    with torch.no_grad():
+        rows = torch.cat([cut[:2](inputs), torch.ones(50, 1)], 1)[None]
+        start = torch.cat([whole[2].weight.mT, whole[2].bias[None]])[None]
+        fixed = LeastSquares(rows[:, :40], start, 1e-3)(whole(inputs)[None, :40])[0]
+        cut[2].weight.copy_(fixed[:-1].mT)
+        cut[2].bias.copy_(fixed[-1])
+    assert chosen < 0.7 * error()

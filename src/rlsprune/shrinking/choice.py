@@ -15,8 +15,8 @@ from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import product_norms, weight_norms
 from rlsprune.shrinking.calibration import Calibration, Lanes, gather_rows
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
-from rlsprune.shrinking.leastsquares import MOST_INPUTS, product_in_pieces
-from rlsprune.shrinking.rebuild import DAMPING, affine_of, can_shift
+from rlsprune.shrinking.leastsquares import DAMPING, MOST_INPUTS, product_in_pieces
+from rlsprune.shrinking.rebuild import affine_of, can_shift
 from rlsprune.shrinking.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
@@ -32,13 +32,19 @@ class _Seen:
 
     count: float = 0.0
     """Rows."""
+    held_count: float = 0.0
+    """Those of them that units are not chosen by, but judged."""
     square: Tensor | None = None
-    """``XᵀX``, ``(groups, n, n)``, with a last 1 in the rows where the layer's output can be shifted. None for a layer
-    with too many inputs."""
+    """``XᵀX`` of the others, ``(groups, n, n)``, with a last 1 in the rows where the layer's output can be shifted.
+    None for a layer with too many inputs."""
+    held_square: Tensor | None = None
+    """The same of those that were held back."""
     total: Tensor | None = None
-    """The sum of the rows, ``(groups, n)``."""
+    """The sum of all rows, ``(groups, n)``."""
     rows: Tensor | None = None
-    """A few of them, ``(m, n)``, of a layer with too many inputs."""
+    """A few of the rows to choose by, ``(m, n)``, of a layer with too many inputs."""
+    held_rows: Tensor | None = None
+    """And of those that were held back."""
     weights: Tensor | None = None
     """As a matrix, ``(groups, n, outputs)``, with the shift as last row where there is one."""
     scale: Tensor | None = None
@@ -50,18 +56,20 @@ class _Seen:
         if self.weights is None or self.scale is None or self.total is None:
             return 1.0
         weights = self.weights.to(self.total) * exact(self.scale).to(self.total).view(len(self.weights), 1, -1)
-        if self.square is not None:
-            squares = (weights * (self.square @ weights)).sum(1)
+        if self.square is not None and self.held_square is not None:
+            squares = (weights * ((self.square + self.held_square) @ weights)).sum(1)
         else:
             assert self.rows is not None
-            squares = exact(self.rows @ weights[0].to(self.rows)).square().sum(0, keepdim=True)
+            assert self.held_rows is not None
+            rows = torch.cat([self.rows, self.held_rows])
+            squares = exact(rows @ weights[0].to(rows)).square().sum(0, keepdim=True)
         sums = (self.total[:, None, :] @ weights)[:, 0]
         return min(1.0, _variance(self.count, sums, squares) / max(self.variance, torch.finfo(torch.float32).tiny))
 
     def autocorrelation(self) -> Tensor:
-        """``XᵀX/m``, damped."""
+        """``XᵀX/m`` of the rows to choose by, damped."""
         assert self.square is not None
-        result = self.square / max(self.count, 1.0)
+        result = self.square / max(self.count - self.held_count, 1.0)
         diagonal = result.diagonal(dim1=-2, dim2=-1)
         diagonal.add_(DAMPING * max(float(diagonal.mean()), torch.finfo(torch.float32).tiny))
         return result
@@ -168,15 +176,19 @@ def _look(
     scale, _ = affine_of(norms, product.matrix[:, 0].numel(), product.inputs)
     zero = exact(product.inputs.new_zeros(()))
     count, sums = zero.clone(), zero.new_zeros(3, len(scale))  # of results, of their squares, and of 1/σ² of the rows
-    square, total = zero.new_zeros(product.groups, width, 0 if wide else width), zero.new_zeros(product.groups, width)
-    rows = []
-    for stop, where in zip(stops, batches.draw(stops, seed, lanes, _ROWS_IN_ROWS if wide else None), strict=True):
-        own = gather_rows([stop], [where], shifted)
-        if wide:
-            rows.append(own)
-        else:
-            square += product_in_pieces(own, own, [len(where)])
-        total += exact(own.sum(1))
+    squares = zero.new_zeros(2, product.groups, width, 0 if wide else width)
+    total, held_count = zero.new_zeros(product.groups, width), zero.clone()
+    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
+    places = batches.draw(stops, seed, lanes, _ROWS_IN_ROWS if wide else None)
+    for stop, where, *parts in zip(stops, places, *batches.split(stops, places), strict=True):
+        for number, part in enumerate(parts):  # to choose by, and held back
+            own = gather_rows([stop], [part], shifted)
+            if wide:
+                rows[number].append(own)
+            else:
+                squares[number] += product_in_pieces(own, own, [len(part)])
+            total += exact(own.sum(1))
+        held_count += len(parts[1])
         assert stop.result is not None
         results = stop.product.at(stop.result, where)
         if not stop.site.sums:
@@ -188,17 +200,20 @@ def _look(
         sums[0] += exact(results).sum(0)
         sums[1] += exact(results).square().sum(0)
         count += len(where)
-    square, total, sums, count = batches.reduction.sums(square, total, sums, count)
+    squares, total, sums, count, held_count = batches.reduction.sums(squares, total, sums, count, held_count)
     if isinstance(layer_norm, nn.LayerNorm):
         # What errors are after it: some channels of a transformer are a hundred times as large as others before it.
         scale = scale * layer_norm.weight.detach().abs().to(scale) * (sums[2, 0] / count.clamp_min(1)).sqrt().to(scale)
     if wide:
-        drawn = batches.reduction.rows(torch.cat(rows, dim=1))[0]
-        seen.rows = drawn if seen.rows is None else torch.cat([seen.rows, drawn])
+        drawn = [batches.reduction.rows(torch.cat(part, dim=1))[0] for part in rows]
+        seen.rows = drawn[0] if seen.rows is None else torch.cat([seen.rows, drawn[0]])
+        seen.held_rows = drawn[1] if seen.held_rows is None else torch.cat([seen.held_rows, drawn[1]])
     else:
-        seen.square = square if seen.square is None else seen.square + square
+        seen.square = squares[0] if seen.square is None else seen.square + squares[0]
+        seen.held_square = squares[1] if seen.held_square is None else seen.held_square + squares[1]
     seen.total = total if seen.total is None else seen.total + total
     seen.count += float(count)
+    seen.held_count += float(held_count)
     seen.scale, seen.weights = scale, _with_bias(product, width)
     seen.variance += _variance(float(count), sums[0], sums[1])
 
@@ -242,8 +257,12 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader:
     matrix, index = seen.weights, input_rows(member.module, member.index)
     if seen.square is None:
         assert seen.rows is not None
-        return ReaderInRows(from_rows(seen.rows, DAMPING), (matrix * counts)[0], index[0])
-    return Reader(seen.autocorrelation(), matrix * counts, index)
+        assert seen.held_rows is not None
+        judges = seen.held_rows if len(seen.held_rows) else seen.rows
+        return ReaderInRows(from_rows(seen.rows, DAMPING), (matrix * counts)[0], index[0], judges)
+    assert seen.held_square is not None
+    held_back = seen.held_square / seen.held_count if seen.held_count else None
+    return Reader(seen.autocorrelation(), matrix * counts, index, held_back)
 
 
 def _with_bias(product: Product, width: int) -> Tensor:

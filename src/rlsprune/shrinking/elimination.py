@@ -24,11 +24,14 @@ class Curve(NamedTuple):
     """Units, the first to go first; the last one stays."""
     costs: list[float]
     """For each number of units that are gone, none first: the error of the layers that read them, after the best refit,
-    as a share of the variance of their outputs."""
+    as a share of the variance of their outputs; on inputs that the refit did not see, where there are enough."""
 
 
 class UnitReader(Protocol):
     """A layer that reads the units of a group."""
+
+    error: float
+    """What all that is gone costs the layer so far, after its refit."""
 
     @property
     def least_step(self) -> float:
@@ -44,48 +47,62 @@ class UnitReader(Protocol):
 class Reader:
     """A layer with few enough inputs for a matrix of them: optimal brain surgeon, by unit.
 
+    With fewer inputs of the network than a layer has, channels seem to stand in for each other although they do not.
+    So units are chosen and refitted by A, and the error is that on other inputs.
+
     Args:
         autocorrelation: A of its inputs, damped, for each group of a grouped convolution: ``(groups, n, n)``.
         weights: ``(groups, n, outputs)``, the outputs scaled as their errors count.
         rows: Which inputs are each unit's: ``(groups, units, k)``.
+        held_back: The autocorrelation of other inputs, not damped; None to measure the error by A.
     """
 
     least_step = 0.0
 
-    def __init__(self, autocorrelation: Tensor, weights: Tensor, rows: Tensor) -> None:
+    def __init__(self, autocorrelation: Tensor, weights: Tensor, rows: Tensor, held_back: Tensor | None = None) -> None:
         self._rows = rows.to(autocorrelation.device)
         factor = cholesky_positive(autocorrelation)
-        del autocorrelation  # the largest matrices that there are: two at a time are enough
+        del autocorrelation  # the largest matrices that there are
         self._P = torch.cholesky_inverse(factor)
         del factor
         weights = weights.to(self._P)
-        # All that counts of the weights. It is as large as P, however many outputs there are.
-        self._M = weights @ weights.mT
+        if weights.shape[2] > weights.shape[1]:  # all that counts of them is W Wᵀ
+            weights = torch.linalg.qr(weights.mT, mode="r").R.mT
+        self._W = weights.clone()
+        self._B = held_back
+        self._B_lost = torch.zeros_like(self._W)  # B times what the weights have lost
         self._left = torch.ones(self._P.shape[:2], dtype=torch.bool, device=self._P.device)
+        self.error = 0.0
 
     def scores(self) -> Tensor:
         """``tr(P_dd⁻¹ W_d W_dᵀ)`` of each unit d; meaningless for those that are gone."""
         total = torch.zeros(self._rows.shape[1], dtype=self._P.dtype, device=self._P.device)
-        for P, M, rows in zip(self._P, self._M, self._rows, strict=True):
-            blocks, own = (matrix[rows[:, :, None], rows[:, None, :]] for matrix in (P, M))
-            solved = own / blocks if rows.shape[1] == 1 else torch.linalg.solve_ex(blocks, own)[0]
+        for P, W, rows in zip(self._P, self._W, self._rows, strict=True):
+            blocks, own = P[rows[:, :, None], rows[:, None, :]], W[rows]
+            square = own @ own.mT
+            solved = square / blocks if rows.shape[1] == 1 else torch.linalg.solve_ex(blocks, square)[0]
             total += solved.diagonal(dim1=-2, dim2=-1).sum(-1)
         return total.cpu()
 
     def remove(self, units: Tensor) -> None:
         """``W −= P_·d P_dd⁻¹ W_d``, and P becomes that of the inputs that stay."""
-        for P, M, rows, left in zip(self._P, self._M, self._rows, self._left, strict=True):
+        for number, (P, W, rows, left) in enumerate(zip(self._P, self._W, self._rows, self._left, strict=True)):
             gone = rows[units.to(rows.device)].flatten()
-            columns = P[:, gone]
+            columns, own = P[:, gone], W[gone]
             factor = cholesky_positive(columns[gone])
             gain = torch.cholesky_solve(columns.mT, factor).mT  # P_·d P_dd⁻¹
-            cross = M[:, gone] - gain @ (0.5 * M[gone][:, gone])
-            M.addmm_(cross, gain.mT, alpha=-1)
-            M.addmm_(gain, cross.mT, alpha=-1)
+            step = gain @ own
+            if self._B is None:
+                self.error += float((own * torch.cholesky_solve(own, factor)).sum())
+            else:
+                B_step = (self._B[number] @ gain) @ own
+                self.error += float((step * (2 * self._B_lost[number] + B_step)).sum())
+                self._B_lost[number] += B_step
+            W.sub_(step)
+            W[gone] = 0
             P.addmm_(gain, columns.mT, alpha=-1)
-            for matrix in (M, P):
-                matrix[gone] = 0
-                matrix[:, gone] = 0
+            P[gone] = 0
+            P[:, gone] = 0
             # A unit that is gone has a block that can be solved with, so that scores need not leave it out.
             P[gone, gone] = 1
             left[gone] = False
@@ -97,9 +114,12 @@ class Reader:
         stay = [left.nonzero().flatten() for left in self._left]
         place = self._left.cumsum(1) - 1  # of a unit that is gone: any
         self._rows = torch.stack([own[rows] for own, rows in zip(place.clamp_min(0), self._rows, strict=True)])
-        self._P, self._M = (
-            torch.stack([sub_matrix(own, which) for own, which in zip(matrix, stay, strict=True)])
-            for matrix in (self._P, self._M)
+        self._P = torch.stack([sub_matrix(own, which) for own, which in zip(self._P, stay, strict=True)])
+        if self._B is not None:
+            self._B = torch.stack([sub_matrix(own, which) for own, which in zip(self._B, stay, strict=True)])
+        self._W, self._B_lost = (
+            torch.stack([own[which] for own, which in zip(matrix, stay, strict=True)])
+            for matrix in (self._W, self._B_lost)
         )
         self._left = torch.ones(self._P.shape[:2], dtype=torch.bool, device=self._P.device)
 
@@ -111,13 +131,16 @@ class ReaderInRows:
         P: Of its inputs, from fewer rows than inputs.
         weights: ``(n, outputs)``, scaled.
         index: Which inputs are each unit's: ``(units, k)``.
+        held_back: Other rows, ``(m, n)``, that the error is measured on.
     """
 
     least_step = 1 / _ROUNDS_IN_ROWS
 
-    def __init__(self, P: Inverse, weights: Tensor, index: Tensor) -> None:
-        self._P, self._W, self._index = P, weights, index
+    def __init__(self, P: Inverse, weights: Tensor, index: Tensor, held_back: Tensor) -> None:
+        self._P, self._W, self._index, self._held_back = P, weights, index, held_back
         self._left = torch.arange(len(index))
+        self._wanted = held_back @ weights.to(held_back)
+        self.error = 0.0
 
     def scores(self) -> Tensor:
         """As of `Reader`."""
@@ -134,6 +157,9 @@ class ReaderInRows:
         place = torch.full((self._P.size,), -1).index_put((removal.stay,), torch.arange(len(removal.stay)))
         self._W, self._P = removal.refit(self._W), removal.left()
         self._index, self._left = place[self._index[~going]], self._left[~going]
+        self._held_back = self._held_back[:, removal.stay.to(self._held_back.device)]
+        missed = self._held_back @ self._W.to(self._held_back) - self._wanted
+        self.error = float(missed.square().sum()) / len(missed)
 
 
 class FixedScores:
@@ -147,6 +173,7 @@ class FixedScores:
 
     def __init__(self, scores: Tensor) -> None:
         self._scores = scores.double().cpu()
+        self.error = 0.0
 
     def scores(self) -> Tensor:
         """As they were given."""
@@ -154,6 +181,7 @@ class FixedScores:
 
     def remove(self, units: Tensor) -> None:
         """Nothing is refitted."""
+        self.error += float(self._scores[units].sum())
 
 
 def eliminate(readers: Sequence[UnitReader], size: int, name: str = "the group") -> Curve:
@@ -182,12 +210,13 @@ def eliminate(readers: Sequence[UnitReader], size: int, name: str = "the group")
         scores[~alive] = torch.inf
         count = min(left - 1, max(1, left // _AT_ONCE, int(step * left)))
         worst = torch.sort(scores, stable=True).indices[:count]
-        for unit in worst.tolist():
-            order.append(unit)
-            costs.append(costs[-1] + max(float(scores[unit]), 0.0))
+        for reader in readers:
+            reader.remove(worst)
         alive[worst] = False
-        if left - count > 1:
-            for reader in readers:
-                reader.remove(worst)
+        # What they cost together is known; of each of them it is thought to be as its score says.
+        shares = scores[worst].clamp_min(torch.finfo(torch.float64).tiny).cumsum(0)
+        added = max(sum(reader.error for reader in readers) - costs[-1], 0.0)
+        costs += (costs[-1] + added * shares / shares[-1]).tolist()
+        order += worst.tolist()
     order.append(int(alive.nonzero()[0]))
     return Curve(order, costs)

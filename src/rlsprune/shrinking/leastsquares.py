@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -12,7 +13,11 @@ from rlsprune.model.tensors import exact
 from rlsprune.shrinking.calibration import Reduction
 from rlsprune.statistics.inverse import cholesky_positive
 
-__all__ = ["LeastSquares", "clipped_fit", "in_rows", "product_in_pieces"]
+__all__ = ["DAMPING", "LeastSquares", "best_damping", "clipped_fit", "in_rows", "product_in_pieces"]
+
+DAMPING = 1e-3
+"""Of the mean square of the inputs, at least."""
+_MORE = (1e-2, 1e-1, 1.0)  # what else is tried
 
 MOST_INPUTS = 4608
 """With more inputs than this, or more inputs than rows, the problem is solved in the space of its rows."""
@@ -62,17 +67,29 @@ class LeastSquares:
         self._in_rows = in_rows(rows.shape[2], self._count)
         self._reduction = reduction or Reduction()
 
+    def damped(self, damping: float) -> LeastSquares:
+        """The same problem with another δ."""
+        other = copy.copy(self)
+        other.__dict__.pop("_factor", None)
+        other._damping, other._square = damping, self._square
+        return other
+
     @cached_property
-    def _factor(self) -> Tensor:
+    def _square(self) -> tuple[Tensor, Tensor]:
+        """``XᵀX/m``, or ``XXᵀ/m``, and its diagonal."""
         if self._in_rows:
             square = exact(self.rows @ self.rows.mT)
         else:
             (square,) = self._reduction.sums(product_in_pieces(self.rows, self.rows, self._pieces))
         square.div_(self._count)
-        diagonal = square.diagonal(dim1=-2, dim2=-1)
+        return square, square.diagonal(dim1=-2, dim2=-1).clone()
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        square, diagonal = self._square
         mean_square = diagonal.sum(1) / self.rows.shape[2]  # in either space the same
         delta = (self._damping * mean_square).clamp_min(torch.finfo(torch.float32).tiny)
-        diagonal.add_(delta[:, None])
+        square.diagonal(dim1=-2, dim2=-1).copy_(diagonal + delta[:, None])  # no copy of the largest matrix there is
         return cholesky_positive(square)
 
     def __call__(self, targets: Tensor) -> Tensor:
@@ -90,6 +107,17 @@ class LeastSquares:
     def predicted(self, weights: Tensor) -> Tensor:
         """X W."""
         return self.rows @ weights.to(self.rows)
+
+
+def best_damping(error: Callable[[float], float], first: float) -> float:
+    """The damping with the least error, which is to be that on inputs held back: more is tried as long as it helps."""
+    best, least = first, error(first)
+    for damping in _MORE:
+        tried = error(damping)
+        if not tried < least:
+            break
+        best, least = damping, tried
+    return best
 
 
 def clipped_fit(problem: LeastSquares, targets: Tensor, low: Tensor, high: Tensor, rounds: int) -> Tensor:

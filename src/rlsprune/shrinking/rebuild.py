@@ -14,12 +14,11 @@ from rlsprune.graph.sites import Site
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact, memory_format, replace_data
 from rlsprune.shrinking.calibration import Calibration, Reduction, gather_rows
-from rlsprune.shrinking.leastsquares import LeastSquares, clipped_fit, in_rows
+from rlsprune.shrinking.leastsquares import DAMPING, LeastSquares, best_damping, clipped_fit, in_rows
 from rlsprune.shrinking.replay import Replay, Stop, closing
 
 __all__ = ["affine_of", "can_shift", "rebuild"]
 
-DAMPING = 1e-3
 _CLIP_ROUNDS = 5
 _LEAST_SCALE = 0.05  # of the median: a sum cannot be made up for through a smaller scale
 _SAME = 1e-6  # of the targets' norm: an output this close has not drifted
@@ -52,7 +51,8 @@ def rebuild(
         sites: Of the whole network.
         kept: Name of a layer → which of the whole network's output channels it still has; all if not named.
         batches: Inputs; no targets.
-        damping: Towards the weights that a layer has, as a share of the mean square of its inputs.
+        damping: Towards the weights that a layer has, as a share of the mean square of its inputs; more where that is
+            better on inputs that were held back.
         on_layer: Told each layer's name, and how many are done of how many.
 
     Returns:
@@ -205,14 +205,18 @@ class _Problem:
         problem = LeastSquares(
             rows.inputs, weight.to(rows.inputs.device), damping, pieces=rows.pieces, count=count, reduction=reduction
         )
+
+        def error(matrix: Tensor) -> float:
+            return float(reduction.sums(held.errors(matrix))[0])
+
+        if back:
+            problem = problem.damped(best_damping(lambda tried: error(problem.damped(tried)(rows.targets)), damping))
         if rows.low is None or rows.high is None:
             solution = problem(rows.targets)
         else:
             solution = clipped_fit(problem, rows.targets, rows.low, rows.high, _CLIP_ROUNDS)
-        if back:
-            after, before = reduction.sums(held.errors(solution), held.errors(weight))
-            if not after < before:
-                return None
+        if back and not error(solution) < error(weight):
+            return None
         if not bool(solution.isfinite().all()):
             return None
         width = product.width
