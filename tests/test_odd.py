@@ -191,3 +191,31 @@ def test_what_methods_and_functions_are_given(value: Any, tmp_path: Path) -> Non
     attempt(f"shrink target {value!r}", lambda: _shrink(model, [(torch.rand(16, 8), value)], recovery_epochs=1), model)
     pruner = _pruner(odd.mlp())
     attempt(f"step({value!r})", lambda: pruner.step(value), pruner.model)
+
+
+RETURNED: dict[str, Callable[[nn.Module, Callable[..., Any]], object]] = {
+    "held_out_loss": lambda m, gives: _pruner(m, held_out_loss=gives).step(1.0),
+    "criterion": lambda m, gives: _pruner(m, criterion=gives).step(1.0),
+    "score": lambda m, gives: _shrink(m, max_drop=1.0, score=gives),
+    "loss": lambda m, gives: _shrink(m, _labelled(), recovery_epochs=1, loss=gives),
+    "optimizer": lambda m, gives: _shrink(m, _labelled(), recovery_epochs=1, optimizer=gives),
+}
+SPECIAL: dict[str, list[Callable[..., Any]]] = {
+    "criterion": [lambda group: [[0.0] * group.size], lambda group: [torch.zeros(group.size, dtype=torch.cfloat)]],
+    "loss": [lambda outputs, _: outputs, lambda outputs, _: outputs.detach().sum()],
+    "optimizer": [lambda network: torch.optim.LBFGS(network.parameters())],
+}
+
+
+def _labelled() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.rand(16, 8), torch.randint(3, (16,)))]
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_functions_of_the_user_return(name: str) -> None:
+    plain: list[Callable[..., Any]] = [lambda *_, value=value: value for value in VALUES]
+    for gives in [*plain, *SPECIAL.get(name, [])]:
+        model = odd.mlp()
+        wrong = odd.outcome(lambda: RETURNED[name](model, gives))  # noqa: B023
+        assert wrong is None, wrong
+        assert model(odd.rows()).shape == (4, 3)

@@ -13,6 +13,7 @@ __all__ = [
     "check_callable",
     "check_iterable",
     "is_count",
+    "one_number",
     "printable",
     "quoted",
     "readable_state",
@@ -56,6 +57,20 @@ def check_iterable(name: str, value: object, remedy: str) -> None:
 def is_count(value: object, least: int = 1) -> bool:
     """Whether it is a whole number, at least this one."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def one_number(what: str, value: Any) -> float:
+    """The value, which may be a tensor, as Python's own number.
+
+    Raises:
+        TypeError: It is not one number.
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except Exception as error:
+        raise TypeError(f"{what} is {shown(value)}: give one number, or a tensor of one") from error
 
 
 @contextmanager

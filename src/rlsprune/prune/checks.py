@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -12,7 +10,7 @@ from rlsprune.model.arguments import shown
 from rlsprune.model.sharded import obstacle
 from rlsprune.prune.surgery import inner
 
-__all__ = ["check_copy", "check_kinds", "check_trained", "checked_loss"]
+__all__ = ["check_copy", "check_kinds", "check_trained"]
 
 
 def check_kinds(model: object, optimizer: object) -> None:
@@ -35,19 +33,6 @@ def check_trained(model: nn.Module, optimizer: Optimizer) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters: give the one that trains this model")
-
-
-def checked_loss(loss: object) -> float:
-    """The loss as Python's own number.
-
-    Raises:
-        TypeError: It is not one number.
-    """
-    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
-        return float(loss.detach())
-    if not isinstance(loss, Real):
-        raise TypeError(f"loss is {shown(loss)}: give one number, or a tensor of one")
-    return float(loss)
 
 
 def check_copy(copy: nn.Module, model: nn.Module, *, loses_inputs: bool) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rlsprune.graph import Group, plan_cuts
-from rlsprune.model.arguments import check_iterable
+from rlsprune.model.arguments import check_iterable, one_number
 from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
 from rlsprune.model.modes import evaluate, evaluating, full_precision, refuse_inference_mode, run_once
@@ -159,7 +159,7 @@ class Operation:
         network = self.network
         forget_compiled_code()
         with evaluating(network.model, *network.copies), interruptible():
-            return network.mean(float(held_out_loss()))
+            return network.mean(one_number("what held_out_loss gave", held_out_loss()))
 
     def _inputs_alone(self, settings: Settings) -> Settings:
         """The settings of an event that removes input features only: the rest of the network is small enough."""
@@ -202,7 +202,7 @@ class Operation:
                 for choice in _rounds(graph[name], settings):
                     stop_if_interrupted()
                     group = graph[name]
-                    units = choose_units(name, list(score(group)), group.size, *choice)
+                    units = choose_units(name, score(group), group.size, *choice)
                     self.network.agree(f"which channels of {name!r} go", units)
                     if units:
                         self._remove(group, units, settings, inverses)

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from rlsprune.graph import Group
 from rlsprune.io import modelfile
-from rlsprune.model.arguments import check_callable, readable_state
+from rlsprune.model.arguments import check_callable, one_number, readable_state
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.selector import strip_inputs
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.optim.rls import RLS
-from rlsprune.prune.checks import check_copy, check_kinds, check_trained, checked_loss
+from rlsprune.prune.checks import check_copy, check_kinds, check_trained
 from rlsprune.prune.criteria import Criterion
 from rlsprune.prune.event import PruneEvent
 from rlsprune.prune.gate import Decision, Gate
@@ -200,7 +200,7 @@ class Pruner:
             loss: The loss to compare with those at earlier prunes; which one is up to the caller. Of several ranks,
                 each gives that of its share, and the mean counts.
         """
-        loss = self._network.mean(checked_loss(loss))
+        loss = self._network.mean(one_number("loss", loss))
         state, event = self._state.copy(), None
         if not math.isfinite(loss):
             epoch = state.gate.epoch + 1

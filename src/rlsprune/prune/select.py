@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlsprune.model.arguments import check_iterable, shown
+
 
 def cut_size(ratio: float, count: int) -> int:
     """⌊ratio · count⌋, with the product guarded: 0.3 · 10 is 3."""
@@ -29,6 +31,11 @@ def choose_units(name: str, scores: Sequence[Tensor], size: int, ratio: float, k
         keep: How many units stay at least.
         round_to: The number of units that stay is a multiple of this, or all.
     """
+    check_iterable(f"what the criterion gave for {name!r}", scores, "return a list of score vectors")
+    scores = list(scores)
+    for score in scores:
+        if not isinstance(score, Tensor):
+            raise TypeError(f"the criterion gave {shown(score)} for {name!r}: return a list of score vectors")
     count = cut_size(ratio, size)
     if not scores or not count:
         return []

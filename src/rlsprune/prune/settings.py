@@ -63,6 +63,7 @@ class Settings:
         if not callable(self.criterion):
             known = f"one of {', '.join(NAMES)}, or a callable"
             check_argument("criterion", self.criterion, lambda name: name in NAMES, known)
+        check_argument("compensate", self.compensate, lambda flag: flag in (True, False), "True or False")
         check_argument("inverse", self.inverse, lambda name: name in INVERSES, f"one of {', '.join(INVERSES)}")
         check_argument(
             "statistics", self.statistics, lambda name: name in ("exact", "training"), "'exact' or 'training'"

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlsprune.distributed.ranks import Ranks
+from rlsprune.model.arguments import shown
 from rlsprune.model.progress import Progress
 from rlsprune.optim.rls import RLS
 from rlsprune.shrinking.front import Front
@@ -44,6 +45,8 @@ class Recovery:
     def run(self, name: str, front: Front) -> None:
         """Trains until the score is back or the epochs are used up."""
         optimizer, batches = self._make(self._model), len(self._batches)
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
+            raise TypeError(f"optimizer gave {shown(optimizer)}: let it return one of torch.optim, but for LBFGS")
         steps = max(1, self._epochs * batches)
         rate = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
 

@@ -17,7 +17,7 @@ from rlsprune.distributed.ddp import rebuild_around
 from rlsprune.distributed.fingerprint import fingerprint
 from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.graph.build import module_names
-from rlsprune.model.arguments import check_argument, check_callable, is_count
+from rlsprune.model.arguments import check_argument, check_callable, is_count, one_number
 from rlsprune.model.calls import ExampleInputs, bare_copy, unwrap
 from rlsprune.model.demands import check_network
 from rlsprune.model.modes import full_precision, refuse_inference_mode, run_once
@@ -148,7 +148,9 @@ def shrink(
 
         def measure(network: nn.Module) -> float:
             tell("scoring", 0, None)
-            return objective.score(network, scored) if score is None else reduction.mean(float(score(network)))
+            if score is None:
+                return objective.score(network, scored)
+            return reduction.mean(one_number("the score", score(network)))
 
         cutter = _Cutter(
             model, given.example, Calibration.of(sample, ranks), module_names(ignore), min_channels, round_to, tell

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from rlsprune.distributed.ranks import Ranks
+from rlsprune.model.arguments import shown
 from rlsprune.model.calls import as_call, batch_size, explained_run, output_tensors
 from rlsprune.model.modes import evaluating
 from rlsprune.training.batches import Pair
@@ -104,7 +105,7 @@ class Objective:
             return own
         output = _call(model, inputs)
         if self._loss is not None:
-            return self._loss(output, targets)
+            return _checked_loss(self._loss(output, targets))
         outputs = _predictions(output)
         if self.labelled and not self.class_labels:
             return _regression(outputs, targets)
@@ -190,6 +191,19 @@ class Objective:
     def _minus_loss(self, model: nn.Module, inputs: Any, targets: Any) -> tuple[float, float]:
         count = batch_size(inputs)
         return -float(self.loss(model, inputs, targets)) * count, count
+
+
+def _checked_loss(loss: object) -> Tensor:
+    """What the user's loss gave.
+
+    Raises:
+        TypeError: It is no tensor of one number, or nothing can be learnt from it.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"loss gave {shown(loss)}: it must return a tensor of one number")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise TypeError("loss gave a tensor without a gradient: compute it from the outputs, without detach()")
+    return loss
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
