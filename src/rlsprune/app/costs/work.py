@@ -22,7 +22,7 @@ _SINGLE, _DOUBLE = 4, 8  # bytes of a number
 _GONE = 0.2  # of every layer, in an event
 _CALIBRATION = 2048  # inputs that `shrink` looks at
 _PASSES = 10  # forwards over them: two networks side by side, batch norms, scores
-_SOLVES = 6  # for a layer in front of a ReLU
+_SOLVES, _DAMPINGS = 6, 2  # for a layer in front of a ReLU, and for the damping of any
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _event_products(layer: LayerPlan) -> float:
 
 def shrink_work(plan: CostPlan, flops: int) -> Work:
     """One size of `rlsprune.shrink` in closed form, from 2,048 inputs of all ranks together."""
-    solves = _SOLVES if plan.clipped else 1
+    solves = _DAMPINGS + (_SOLVES if plan.clipped else 1)
     divided, own, sent, largest = 0.5 * flops * _PASSES * _CALIBRATION, 0.0, 0.0, 0.0
     for layer in plan.layers:
         n, m, o = layer.inputs, rows_drawn(layer.inputs, layer.groups), layer.outputs // layer.groups
