@@ -375,6 +375,24 @@ class BiasedAttention(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
 
 
+class BiasAddingAttention(nn.Module):
+    """As BLOOM has it: heads in the batch dimension, scores by one function that adds a bias to the product."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.scale = heads, width // heads, (width // heads) ** -0.5
+        self.qkv, self.dense = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, self.num_heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        query, key, value = qkv.reshape(3, batch * self.num_heads, tokens, self.head_dim).unbind(0)
+        bias = torch.arange(float(tokens)).to(x).expand(batch * self.num_heads, 1, -1)
+        weights = bias.baddbmm(batch1=query, batch2=key.transpose(1, 2), beta=0.1, alpha=self.scale).softmax(-1)
+        heads = torch.bmm(weights, value).view(batch, self.num_heads, tokens, self.head_dim).transpose(1, 2)
+        return self.dense(heads.reshape(batch, tokens, self.num_heads * self.head_dim))
+
+
 class DividingAttention(nn.Module):
     """As many vision transformers have it: a head is as wide as the input divided by the number of heads."""
 
@@ -753,6 +771,12 @@ ZOO: dict[str, Specimen] = {
     ),
     "beit": Specimen(
         lambda: Patches(12, BiasedAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "bloom": Specimen(
+        lambda: Patches(12, BiasAddingAttention(12, 3)),
         _IMAGE,
         {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
         ("patch", "head"),

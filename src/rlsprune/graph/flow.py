@@ -172,7 +172,8 @@ class _Watch(TorchFunctionMode):
         if func in _PRODUCTS:
             return self._product(args[0], args[1], result)
         if func in _BIASED_PRODUCTS:
-            return self._product(args[1], args[2], result)
+            given = [*args[1:], *(kwargs[name] for name in ("mat1", "batch1", "mat2", "batch2") if name in kwargs)]
+            return self._product(given[0], given[1], result)
         if name in FILLING:
             return _zeros(result)
         if name in MOVING:
