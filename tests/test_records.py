@@ -141,6 +141,24 @@ def test_rows_of_trained_networks_are_those_of_the_records() -> None:
     assert shown["ResNet-20, torch-pruning, random channels"] == f"{found['resnet20 random'][0]:.2f} %"
 
 
+def test_rivals_of_resnet56_are_those_of_their_runs() -> None:
+    content = json.loads((RUNS / "trained-networks" / "resnet56-rivals.json").read_text(encoding="utf-8"))
+    page = (DOCS / "trained-networks.md").read_text(encoding="utf-8")
+    shown = rows(page[page.index("The same for ResNet-56") :])
+    for label in ("L1", "L2", "Taylor (with labels)", "BN scale", "random"):
+        own = [row for row in content["rows"] if row["method"] == label.partition(" (")[0] and row["seed"] == 0]
+        own.sort(key=lambda row: -row["target"])
+        assert [label, *(f"{row['accuracy']:.2f}" for row in own)] in shown
+    assert ["torch-pruning: FLOPs left", *(f"{100 * row['flops']:.1f} %" for row in own)] in shown
+
+
+def test_agreement_of_efficientnet_is_that_of_its_run() -> None:
+    (row,) = json.loads((RUNS / "trained-networks" / "efficientnet-lite0.json").read_text(encoding="utf-8"))["rows"]
+    shown = [cells[-1] for cells in rows((DOCS / "trained-networks.md").read_text(encoding="utf-8"))]
+    assert row["seed"] == 1
+    assert f"{row['accuracy']:.0f} %" in shown
+
+
 def test_tuned_rivals_are_those_of_the_drawn_table() -> None:
     """The accuracies in the results and, with what each run took, in the record."""
     drawn = rows((RUNS / "tables" / "mnist" / "table.md").read_text(encoding="utf-8"))

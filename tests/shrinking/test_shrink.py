@@ -545,6 +545,7 @@ def test_progress_is_told_layer_by_layer_and_batch_by_batch(trained: nn.Module) 
         on_progress=lambda *stage: told.append(stage),
     )
     assert told[0] == ("scoring", 0, None)
+    assert not any("heads" in stage for stage, _, _ in told), "the network has none"
     assert ("round 1, choosing: 2", 2, 3) in told
     assert ("round 1, refitting: 4", 3, 3) in told
     assert [stage for stage in told if stage[0] == "round 1, recovery epoch 1 of 2"] == [

@@ -100,7 +100,8 @@ class ClosedForm:
             raise NothingToPruneError(f"the model has nothing to prune. {reasons}")
         batches.reduction.agree("the channels that can go", [(group.name, group.size) for group in self.graph])
         open_attention_of(self.graph)
-        report("turning heads", 0, None)
+        if any(group.attention is not None for group in self.graph):
+            report("turning heads", 0, None)
         with evaluating(model):
             if turn:
                 turn_heads(model, self.graph.groups, batches)
