@@ -18,7 +18,9 @@ from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.run.pruning import RLSPruning
 from rlsprune.app.run.recipe import Recipe
 
-SETTINGS = replace(OURS, gate="train", criterion="rls", settle=0.0, tolerance=1.0, target=None, reunite=False)
+SETTINGS = replace(
+    OURS, ratio=0.4, gate="train", criterion="rls", settle=0.0, tolerance=1.0, target=None, reunite=False
+)
 
 
 def split(count: int, seed: int) -> Split:
