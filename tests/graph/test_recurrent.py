@@ -128,3 +128,19 @@ def test_states_that_make_little_go_first() -> None:
     assert pruner.prune().removed == {"recurrent": [2]}
     remove(model, find_groups(model, x), some_units(find_groups(model, x)))
     assert model(x).shape == (2, 5)
+
+
+def test_an_event_shows_the_states_and_a_checkpoint_of_other_states_is_refused() -> None:
+    def pruner_of(model: nn.Module) -> rlsprune.Pruner:
+        return rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), X, ratio={"cell": 0.5})
+
+    def make() -> Net:
+        return Net(lambda self, x: self.head(self.cell(self.embed(x))[0].mean(1)))
+
+    pruner = pruner_of(make())
+    pruner.calibrate([X])
+    event = pruner.prune()
+    assert event is not None
+    assert ("cell", 8, 4) in event.layers
+    with pytest.raises(ValueError, match="4 channels in 'cell' after its last event, this one has 8"):
+        pruner_of(make()).load_state_dict(pruner.state_dict())

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 import rlsprune
 from rlsprune.graph import find_groups
+from rlsprune.model import latency
 from rlsprune.prune.rounding import free_multiple
+
+
+class Clock:
+    """Goes on when a network says so, and not by itself: other work on the machine changes nothing."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "Timer", partial(Timer, timer=CLOCK))
 
 
 class Timed(nn.Module):
@@ -24,16 +43,16 @@ class Timed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.read(x).relu()
-        time.sleep(self.milliseconds(hidden.shape[1]) / 1000)
+        CLOCK.now += self.milliseconds(hidden.shape[1]) / 1000
         return self.write(hidden)
 
 
 def by_the_channel(width: int) -> float:
-    return 4.0 * 1.5 ** (width - 27)  # steep, so that other work on the machine does not hide it
+    return 0.1 * width
 
 
 def in_blocks_of_eight(width: int) -> float:
-    return 4.0 * -(-width // 8) + (12.0 if width % 8 else 0.0)
+    return 4.0 * -(-width // 8) + (1.0 if width % 8 else 0.0)
 
 
 @pytest.mark.parametrize(

@@ -143,19 +143,20 @@ class CutTrial:
                 if slab.dim == 1:
                     name = self.places[join(member.name, slab.tensor)]
                     whole = state.get(name, self.state[name])
-                    state[name] = whole.index_fill(1, slab.entries(member.index[units].flatten(), whole.shape[1]), 0)
+                    own = slab.entries(member.index[units].flatten(), whole.shape[1])
+                    state[name] = _zeroed(whole, 1, own)
         for member, units in [(m, units) for g, units in chosen if g.products for m in g.carriers]:
             if member.dim is not None:
                 name = self.places[member.name]
-                state[name] = self.state[name].index_fill(member.dim, member.index[units].flatten(), 0)
+                state[name] = _zeroed(self.state[name], member.dim, member.index[units].flatten())
         zeroed = [(member, member.index[units].flatten()) for group, units in chosen for member, _ in group.products]
         for member, channels in zeroed:
             for slab in axis_of(member.module, member.side).slabs:
                 tensor = member.module._parameters.get(slab.tensor)
                 if tensor is not None:
                     name = self.canonical[id(tensor)]
-                    own = slab.entries(channels, tensor.shape[slab.dim]).to(tensor.device)
-                    state[name] = state.get(name, self.state[name]).index_fill(slab.dim, own, 0)
+                    own = slab.entries(channels, tensor.shape[slab.dim])
+                    state[name] = _zeroed(state.get(name, self.state[name]), slab.dim, own)
         return state
 
     def run(self, state: dict[str, Tensor]) -> dict[nn.Module | str, list[Tensor]]:
@@ -235,7 +236,11 @@ def _at_readers(
 
 def zero_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
     """The input of a linear or convolutional layer with some of its channels zeroed."""
-    return tensor.index_fill(_channel_dim(module), channels.to(tensor.device), 0)
+    return _zeroed(tensor, _channel_dim(module), channels)
+
+
+def _zeroed(tensor: Tensor, dim: int, entries: Tensor) -> Tensor:
+    return tensor.index_fill(dim, entries.to(tensor.device), 0)
 
 
 def _without_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class LiveNetwork:
             raise
 
     def sizes(self) -> dict[str, int]:
-        """Output channels of every layer that has them, and what is left of input features, heads and their parts."""
+        """Output channels or states of every layer, and what is left of input features, heads and their parts."""
         sizes = {group.name: group.size for group in self.graph if group.is_input}
         parts: dict[str, list[Group]] = {}
         for group in self.graph:
@@ -128,7 +128,8 @@ class LiveNetwork:
                 parts.setdefault(group.producers[0].name, []).append(group)
         for name, module in self.model.named_modules():
             sizes |= {group.name: group.size for group in parts.get(name, ())}
-            size = next((size for own in _OUTPUTS if isinstance(size := getattr(module, own, None), int)), None)
+            names = ("hidden_size",) if isinstance(module, nn.RNNBase) else _OUTPUTS
+            size = next((size for own in names if isinstance(size := getattr(module, own, None), int)), None)
             if size is not None:
                 sizes[name] = size
         return sizes

@@ -16,7 +16,7 @@ from sklearn.utils.multiclass import type_of_target
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 
-from rlsprune.model.arguments import check_argument
+from rlsprune.model.arguments import check_argument, is_count
 from rlsprune.model.scaling import Scaling
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.features import Elimination, Fold
@@ -25,7 +25,6 @@ from rlsprune.sklearn.training import (
     class_numbers,
     cross_entropy,
     feature_count,
-    is_count,
     make_network,
     seeded,
     squared_error,
@@ -110,7 +109,7 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
         check_argument("task", self.task, self.task in kinds, f"one of {', '.join(kinds)}")
         check_training(self.hidden_layer_sizes, self.epochs, self.batch_size)
         again = self.recovery_epochs
-        check_argument("recovery_epochs", again, again == 0 or is_count(again), "0, or a number of epochs")
+        check_argument("recovery_epochs", again, is_count(again, 0), "0, or a number of epochs")
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         wanted = feature_count("n_features_to_select", self.n_features_to_select, X.shape[1], "auto")
         kind = _looks_like(y) if self.task == "auto" else self.task

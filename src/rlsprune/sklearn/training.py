@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from rlsprune.model.arguments import check_argument
+from rlsprune.model.arguments import check_argument, is_count
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.features import RowLoss
 
@@ -27,7 +26,6 @@ __all__ = [
     "class_numbers",
     "cross_entropy",
     "feature_count",
-    "is_count",
     "make_network",
     "seeded",
     "squared_error",
@@ -127,8 +125,3 @@ def check_training(hidden: Sequence[int], epochs: int, batch_size: int | None) -
     check_argument("hidden_layer_sizes", hidden, sizes, "a size for each hidden layer, (32,) say")
     check_argument("epochs", epochs, is_count(epochs), "at least 1")
     check_argument("batch_size", batch_size, batch_size is None or is_count(batch_size), "None or at least 1")
-
-
-def is_count(value: object) -> bool:
-    """Whether a value is a positive whole number."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
