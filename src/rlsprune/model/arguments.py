@@ -68,7 +68,7 @@ def one_number(what: str, value: Any) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError
-        return float(value)
+        return float(getattr(value, "detach", lambda: value)())  # torch warns of a number with a gradient
     except Exception as error:
         raise TypeError(f"{what} is {shown(value)}: give one number, or a tensor of one") from error
 
