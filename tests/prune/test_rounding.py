@@ -80,3 +80,16 @@ def test_a_target_of_latency_rounds_and_others_do_not() -> None:
         assert event is not None
         assert model.read.out_features < 40
         assert model.read.out_features % multiple == 0
+
+
+def test_a_layer_too_narrow_for_the_multiple_is_pruned_all_the_same() -> None:
+    torch.manual_seed(0)
+    model, inputs = Timed(in_blocks_of_eight), torch.rand(256, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, inputs[:1], target={"latency": 0.1})
+    widths = []
+    for _ in range(4):
+        pruner.calibrate(inputs.split(64))
+        assert pruner.prune() is not None
+        widths.append(model.read.out_features)
+    assert widths == [32, 28, 24, 20], "a multiple of sixteen, and of four where a fifth is less than eight"

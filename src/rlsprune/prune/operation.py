@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -62,9 +61,10 @@ class Operation:
 
     def __init__(self, network: LiveNetwork, example_inputs: ExampleInputs, settings: Settings) -> None:
         settings.check_graph(network.graph)
+        self._free_multiple = 1
         if settings.round_to is None and "latency" in settings.target:
             plain = measurable(network.model)
-            settings = replace(settings, round_to=network.first(free_multiple(plain, example_inputs, network.graph)))
+            self._free_multiple = network.first(free_multiple(plain, example_inputs, network.graph))
         self.network, self.settings = network, settings
         self._example_inputs = example_inputs
         self.budget = Budget(network.model, example_inputs, settings.cost_target)
@@ -199,7 +199,7 @@ class Operation:
         with torch.no_grad():
             for name in [group.name for group in graph]:
                 left = list(range(graph[name].size))
-                for choice in _rounds(graph[name], settings):
+                for choice in _rounds(graph[name], settings, self._free_multiple):
                     stop_if_interrupted()
                     group = graph[name]
                     units = choose_units(name, score(group), group.size, *choice)
@@ -301,18 +301,25 @@ class Operation:
         return any(group.is_input and self.settings.ratio_of(group) for group in self.network.graph)
 
 
-def _rounds(group: Group, settings: Settings) -> list[tuple[float, int, int]]:
+def _rounds(group: Group, settings: Settings, free_multiple: int) -> list[tuple[float, int, int]]:
     """Ratio, units that stay at least, and what their number is a multiple of, for each round in which units go.
 
     Of two channels that stand in for each other, each scores low as long as the other is there. So where a large share
     goes by such scores, it goes in rounds, each scored after the refit of the one before.
+
+    The free multiple is kept unless one is asked for. Where it would let nothing go, half of it is, and so on.
     """
     ratio = settings.ratio_of(group)
     if group.is_input and ratio and "inputs" in settings.target:
         ratio = max(ratio, 1 / group.size)  # one at least, or a small number would never be reached
     if not cut_size(ratio, group.size):
         return []
-    keep, round_to = (settings.least_inputs(group), 1) if group.is_input else (settings.min_channels, settings.multiple)
+    keep = settings.least_inputs(group) if group.is_input else settings.min_channels
+    round_to = 1 if group.is_input else settings.round_to or free_multiple
+    while settings.round_to is None and round_to > 1:
+        if most_to_go(group.size, cut_size(ratio, group.size), keep, round_to):
+            break
+        round_to //= 2
     if settings.criterion != "obs" or not settings.compensate or ratio <= _AT_ONCE:
         return [(ratio, keep, round_to)]
     going = most_to_go(group.size, cut_size(ratio, group.size), keep, round_to)

@@ -101,7 +101,7 @@ class Pruner:
             ignore: Names of layers that keep all their channels.
             min_channels: What every layer keeps at least.
             round_to: Layers keep a multiple of this many channels, where they lose any. None: 1, or with a target of
-                latency what is measured to cost no time.
+                latency what is measured to cost no time, and less where that lets nothing go.
             target: Stop at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
                 ``{"latency": 0.5}``. The last event removes no more than it takes to get there. ``{"inputs": 5}`` keeps
                 five flat input features (a float: that fraction of them) and prunes nothing else; with one of the

@@ -86,11 +86,6 @@ class Settings:
             )
 
     @property
-    def multiple(self) -> int:
-        """Of which layers keep a multiple."""
-        return self.round_to or 1
-
-    @property
     def needs_inverse(self) -> bool:
         """Whether P is needed at all."""
         return self.compensate or (isinstance(self.criterion, str) and self.criterion != "l1")
