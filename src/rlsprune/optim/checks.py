@@ -42,7 +42,7 @@ def check_settings(
     check_argument("dtype", dtype, lambda kind: kind in dtypes, "None, torch.float32 or torch.float64")
     if not isinstance(model, nn.Module):
         raise TypeError(f"RLS takes the module itself, not {type(model).__name__}: pass model, not model.parameters()")
-    check_network(model)
+    check_network(model, values=False)
     for name, p in model.named_parameters():
         if any(size > 1 and not stride for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise ValueError(f"entries of {name!r} lie in one place (strides {p.stride()}): clone() it to train it")

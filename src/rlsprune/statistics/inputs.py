@@ -77,7 +77,7 @@ class InputStatistics:
         for name, value in {"mean_scale": mean_scale, "p0": p0}.items():
             check_argument(name, value, lambda number: 0 < number < math.inf, "a number > 0")
         check_argument("damping", damping, lambda number: 0 <= number < math.inf, "a number ≥ 0")
-        check_network(model)
+        check_network(model, values=False)
         self._mean_scale, self._p0, self._damping, self._ranks = mean_scale, p0, damping, ranks
         self._everything = False
         self.active = True
