@@ -152,6 +152,21 @@ def test_the_front_of_resnet56_is_that_of_its_runs() -> None:
     assert ["torch-pruning: FLOPs left", *(f"{100 * row['flops']:.1f} %" for row in own)] in shown
 
 
+def test_networks_trained_on_are_those_of_their_runs() -> None:
+    content = json.loads((RUNS / "trained-networks" / "resnet20-recovery.json").read_text(encoding="utf-8"))
+    runs = [row for row in content["rows"] if row["what"] == "run"]
+    pages = [DOCS / "records" / "2026-11-18-after-training.md", DOCS / "trained-networks.md"]
+    for method in {row["method"] for row in runs}:
+        own = [row for row in runs if row["method"] == method]
+        means = [
+            f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f} %"
+            for values in ([row[what] for row in own] for what in ("cut", "trained"))
+        ]
+        for page in pages:
+            (shown,) = [row for row in rows(page.read_text(encoding="utf-8")) if row[0] == method and len(row) == 6]
+            assert shown[2:] == [f"{own[0]['rate']:g}", *means, str(len(own))]
+
+
 def test_agreement_of_efficientnet_is_that_of_its_run() -> None:
     (row,) = json.loads((RUNS / "trained-networks" / "efficientnet-lite0.json").read_text(encoding="utf-8"))["rows"]
     shown = [cells[-1] for cells in rows((DOCS / "trained-networks.md").read_text(encoding="utf-8"))]
