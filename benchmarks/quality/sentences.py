@@ -33,7 +33,7 @@ from rlsprune.graph import Group, find_groups, plan_cuts
 from rlsprune.prune.criteria import l1
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 from rlsprune.shrinking.elimination import Curve
 

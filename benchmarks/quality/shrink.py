@@ -35,7 +35,7 @@ from torch_pruning.pruner import importance
 import rlsprune
 from benchmarks.quality.trained import CALIBRATION, Case, load_case, load_photographs
 from rlsprune.prune.criteria import l1
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 from rlsprune.shrinking.elimination import Curve
 

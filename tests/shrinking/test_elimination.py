@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlsprune.graph import find_groups
 from rlsprune.prune.allocation import Costs
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, eliminate
 from rlsprune.shrinking.widths import choose_widths

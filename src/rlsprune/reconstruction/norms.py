@@ -13,7 +13,7 @@ from rlsprune.graph.observe import hooked
 from rlsprune.model.calls import ExampleInputs, as_call
 from rlsprune.model.modes import evaluating
 from rlsprune.model.tensors import replace_data
-from rlsprune.shrinking.calibration import Reduction
+from rlsprune.reconstruction.calibration import Reduction
 
 __all__ = ["make_consistent"]
 

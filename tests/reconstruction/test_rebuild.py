@@ -15,10 +15,10 @@ from rlsprune.graph.layers import axis_of
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.product import product_of
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.shrinking.calibration import Calibration
-from rlsprune.shrinking.leastsquares import LeastSquares, best_damping, clipped_fit
-from rlsprune.shrinking.norms import make_consistent
-from rlsprune.shrinking.rebuild import rebuild
+from rlsprune.reconstruction.calibration import Calibration
+from rlsprune.reconstruction.leastsquares import LeastSquares, best_damping, clipped_fit
+from rlsprune.reconstruction.norms import make_consistent
+from rlsprune.reconstruction.rebuild import rebuild
 from zoo import ZOO, evaluate
 
 REFITTED = (
