@@ -262,7 +262,7 @@ class ClosedForm:
                 assert isinstance(member.module, nn.Linear)
                 select_inputs(member.module, complement(member.module.in_features, member.index[units].flatten()))
         apply_cuts(self._model, cuts)
-        return {name: stay.nonzero().flatten() for (name, side), stay in cuts.stay.items() if side in ("out", "both")}
+        return cuts.outputs
 
     def _refit_shared(self, cuts: Cuts) -> None:
         """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
