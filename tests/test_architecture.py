@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the top to the bottom: a room imports from itself and from those after it.
 LIBRARY = (
     *("", "lightning", "transformers", "sklearn", "shrinking"),
-    *("prune", "statistics", "optim", "graph", "training", "io", "distributed", "model"),
+    *("prune", "reconstruction", "statistics", "optim", "graph", "training", "io", "distributed", "model"),
 )
 ENTRY = PACKAGE / "__main__.py"  # ``python -m rlsprune``, the door to the upper floor
 

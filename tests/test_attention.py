@@ -14,7 +14,7 @@ from torch import nn
 import rlsprune
 from rlsprune.graph import find_groups, open_attention_of
 from rlsprune.graph.sites import find_sites
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.shrinking.principal import turn_heads
 from zoo import ZOO, BiasedAttention, Conv1D, evaluate, remove, some_units, zeroed

@@ -939,3 +939,20 @@ def remove(
             keep = torch.tensor([unit for unit in range(group.size) if unit not in units.tolist()])
             for member in group.consumers:
                 member.module.register_forward_pre_hook(lambda _, x, keep=keep: x[0].index_select(-1, keep))
+
+
+def make_twin(group: Group, unit: int, of: int) -> None:
+    """Makes one unit an exact copy of another wherever it is produced or carried."""
+    for member in group.producers + group.carriers:
+        here, there = member.index[unit], member.index[of]
+        if member.dim is not None:
+            lone = member.module._parameters[member.name.rpartition(".")[2]]
+            places = [(lone, member.dim)]
+        else:
+            tensors = {**member.module._buffers, **member.module._parameters}
+            slabs = axis_of(member.module, member.side).slabs
+            places = [(tensors.get(slab.tensor), slab.dim) for slab in slabs]
+        for tensor, dim in places:
+            if tensor is not None and tensor.dim():
+                size = tensor.shape[dim]
+                tensor.data.index_copy_(dim, here % size, tensor.data.index_select(dim, there % size))

@@ -31,11 +31,11 @@ from torch.nn import functional
 from benchmarks.quality.shrink import Record
 from rlsprune.graph import Group, find_groups, plan_cuts
 from rlsprune.prune.criteria import l1
+from rlsprune.prune.elimination import Curve
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
-from rlsprune.shrinking.elimination import Curve
 
 SHARES = (0.9, 0.8, 0.7, 0.67, 0.6, 0.5)
 CALIBRATION, TEST, BATCH, TOKENS = 768, 1000, 32, 48

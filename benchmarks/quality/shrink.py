@@ -35,9 +35,9 @@ from torch_pruning.pruner import importance
 import rlsprune
 from benchmarks.quality.trained import CALIBRATION, Case, load_case, load_photographs
 from rlsprune.prune.criteria import l1
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.prune.elimination import Curve
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
-from rlsprune.shrinking.elimination import Curve
 
 FRONT = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

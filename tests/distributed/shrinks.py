@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
 from rlsprune.app.cli.main import main
-from rlsprune.shrinking import calibration, choice, leastsquares
+from rlsprune.prune import choice
+from rlsprune.reconstruction import calibration, leastsquares
 from zoo import ZOO
 
 BATCHES = 12  # divides by two and by three

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rlsprune
 from rlsprune.model.counts import count, parameter_count
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking import FrontPoint
-from rlsprune.shrinking.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
 from rlsprune.training.batches import GivenBatches
 from rlsprune.training.loop import evaluate

@@ -31,6 +31,11 @@ class Cuts:
     factors: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Name of a parameter → dimension, and what its entries along it that stay are multiplied by."""
 
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Name of a layer that loses outputs → those of its output channels that stay."""
+        return {name: stay.nonzero().flatten() for (name, side), stay in self.stay.items() if side in ("out", "both")}
+
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """What becomes of a parameter or buffer."""
         result = cut(tensor, self.tensors[name])

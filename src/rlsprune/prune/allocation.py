@@ -25,6 +25,12 @@ STEPS = 3
 _LEAST = 1e-3
 _HALVINGS = 20
 
+
+def most_gone(ratio: float, steps: int = STEPS) -> float:
+    """The share of a group that so many steps of ξ of what is left take."""
+    return 1 - (1 - ratio) ** steps
+
+
 Trial = Callable[[Settings, str], Sequence[tuple[int, float]]]
 """Cuts a group as the settings say, up to `STEPS` times, as long as units may go, and undoes it: the units left and the
 loss after each time."""
@@ -69,7 +75,7 @@ def allocate(
         alone = replace(settings.shared_out({group.name: ratio}), inverse="slice")
         for number, (left, loss) in enumerate(trial(alone, group.name), 1):
             increase = max(loss - before, _LEAST * number * abs(before)) if math.isfinite(loss) else math.inf
-            steps.setdefault(group.name, []).append(Step(1 - (1 - ratio) ** number, 1 - left / group.size, increase))
+            steps.setdefault(group.name, []).append(Step(most_gone(ratio, number), 1 - left / group.size, increase))
     if not steps:
         return settings
     if all(group_steps[0].increase == math.inf for group_steps in steps.values()):

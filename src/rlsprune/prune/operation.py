@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -30,12 +30,14 @@ from rlsprune.prune.allocation import STEPS, allocate
 from rlsprune.prune.budget import Budget
 from rlsprune.prune.criteria import InverseOf, criterion
 from rlsprune.prune.event import Measures, PruneEvent
+from rlsprune.prune.original import Original, has_batch_norms
 from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
 from rlsprune.prune.rounding import free_multiple
 from rlsprune.prune.select import choose_units, cut_size, most_to_go
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork
+from rlsprune.reconstruction.recent import RecentInputs
 from rlsprune.statistics.inputs import InputStatistics
 from rlsprune.statistics.inverse import Inverse, inverses_of
 
@@ -72,6 +74,8 @@ class Operation:
         sampled = settings.needs_inverse and settings.statistics == "exact"
         # Last: an error before it leaves no hook behind.
         self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
+        refitted = sampled and settings.compensate and network.ranks is None and has_batch_norms(network.model)
+        self._recent = RecentInputs(network.model) if refitted else None
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
@@ -135,10 +139,17 @@ class Operation:
             settings, most = self._allocated(source, held_out_loss, before, undo), before + _MOST_INCREASE * abs(before)
         if "inputs" in settings.target and settings.cost_target and self.budget.reached():
             settings = self._inputs_alone(settings)
+        by_curves = settings.criterion == "obs" and held_out_loss is None
+        original = self._original(by_curves)
+        tensors = self.budget.tensors()
 
         def attempt(share: float) -> dict[str, list[int]]:
             undo()
-            return self._cut(settings.scaled(share), KnownInverses(source))
+            smaller, inverses = settings.scaled(share), KnownInverses(source)
+            if original is None or not by_curves:
+                return self._cut(smaller, inverses)
+            planned = original.plan(smaller, tensors, settings.round_to or self._free_multiple)
+            return self._cut_planned(planned, smaller, inverses) | self._cut(self._inputs_alone(smaller), inverses)
 
         removed, share = attempt(1.0), 1.0
         if removed and aims and self.budget.reached():
@@ -148,10 +159,16 @@ class Operation:
         def does_harm() -> bool:
             return held_out_loss is not None and not self._loss(held_out_loss) <= most
 
+        def refit() -> None:
+            if original is not None and removed:
+                original.refit(removed)
+
+        refit()
         if removed and does_harm():
             harmless, least = _boundary(lambda tried: bool(attempt(tried)) and does_harm(), share)
             # If even the smallest cut that was tried does harm, that one it is: pruning would not go on without.
             removed = (attempt(harmless) if harmless else {}) or attempt(least)
+            refit()
         return removed
 
     def _loss(self, held_out_loss: HeldOutLoss) -> float:
@@ -212,6 +229,16 @@ class Operation:
                     inverses.forget(layer)
         return {name: sorted(units) for name, units in removed.items()}
 
+    def _cut_planned(
+        self, planned: Mapping[str, list[int]], settings: Settings, inverses: KnownInverses
+    ) -> dict[str, list[int]]:
+        """Prunes units that are chosen already. Not undone on errors."""
+        with torch.no_grad():
+            for name, units in planned.items():
+                stop_if_interrupted()
+                self._remove(self.network.graph[name], units, settings, inverses)
+        return dict(planned)
+
     def _remove(self, group: Group, units: list[int], settings: Settings, inverses: KnownInverses) -> None:
         """Takes units out: refits the layers that read them, and cuts weights, P and the optimizer's state."""
         network = self.network
@@ -238,6 +265,19 @@ class Operation:
                 "is as before; name the layer that needs its width in ignore="
             ) from error
 
+    # --- the network before the event ---------------------------------------------------------------------------------
+
+    def _original(self, choosing: bool) -> Original | None:
+        """The network as it is, to refit to and perhaps to choose by, if inputs of it were kept."""
+        batches = None if self._recent is None else self._recent.calibration()
+        if batches is None:
+            return None
+        try:
+            original = Original(self.network, batches)
+            return original if not choosing or original.curves else None
+        except ValueError:  # it cannot be copied, or calls other layers for other inputs
+            return None
+
     # --- where P comes from -------------------------------------------------------------------------------------------
 
     def _inverses(self, name: str) -> list[Inverse]:
@@ -260,7 +300,8 @@ class Operation:
             reason = "statistics='training'" if self.settings.needs_inverse else "no P is needed for its settings"
             raise ValueError(f"calibrate() gathers exact statistics, which are not used here ({reason}): leave it out")
         check_iterable("batches", batches, "give a list of batches or a DataLoader")
-        with self._sample.everything(), shown_progress() as tell:
+        watching = contextlib.nullcontext() if self._recent is None else self._recent.everything()
+        with self._sample.everything(), watching, shown_progress() as tell:
             seen = evaluate(self.network.model, watched(batches, "calibrating", tell), self._example_inputs)
         if not seen:
             raise ValueError("calibrate was given no batch: give it some batches of inputs")
@@ -270,12 +311,16 @@ class Operation:
         if self._sample is not None:
             self._sample.clear(seed)
             self._sample.active = active
+        if self._recent is not None:
+            self._recent.clear()
+            self._recent.active = active
 
     def close(self) -> None:
         """Removes the hooks from the model; no event can be made after that."""
         self._closed = True
-        if self._sample is not None:
-            self._sample.close()
+        for watcher in (self._sample, self._recent):
+            if watcher is not None:
+                watcher.close()
 
     # --- what the network costs ---------------------------------------------------------------------------------------
 

@@ -18,16 +18,16 @@ from rlsprune.model.selector import select_inputs
 from rlsprune.model.tensors import complement
 from rlsprune.prune.allocation import Costs
 from rlsprune.prune.budget import Budget
+from rlsprune.prune.choice import find_curves
 from rlsprune.prune.refit import refit_layer
 from rlsprune.prune.rounding import free_multiple
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.shrinking.calibration import Calibration
-from rlsprune.shrinking.choice import find_curves
-from rlsprune.shrinking.norms import make_consistent
+from rlsprune.prune.widths import choose_widths
+from rlsprune.reconstruction.calibration import Calibration
+from rlsprune.reconstruction.norms import make_consistent
+from rlsprune.reconstruction.rebuild import rebuild
 from rlsprune.shrinking.principal import product_moments, turn_heads
-from rlsprune.shrinking.rebuild import rebuild
-from rlsprune.shrinking.widths import choose_widths
 from rlsprune.statistics.inverse import Autocorrelation
 from rlsprune.statistics.rows import has_rows, input_rows, weight_matrix
 
@@ -262,7 +262,7 @@ class ClosedForm:
                 assert isinstance(member.module, nn.Linear)
                 select_inputs(member.module, complement(member.module.in_features, member.index[units].flatten()))
         apply_cuts(self._model, cuts)
-        return {name: stay.nonzero().flatten() for (name, side), stay in cuts.stay.items() if side in ("out", "both")}
+        return cuts.outputs
 
     def _refit_shared(self, cuts: Cuts) -> None:
         """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""

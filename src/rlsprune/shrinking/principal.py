@@ -21,7 +21,7 @@ from rlsprune.graph.layers import axis_of
 from rlsprune.model.calls import ExampleInputs, as_call, output_tensors
 from rlsprune.model.product import product_of
 from rlsprune.model.tensors import exact, replace_data
-from rlsprune.shrinking.calibration import Calibration, Reduction
+from rlsprune.reconstruction.calibration import Calibration, Reduction
 
 __all__ = ["Moments", "head_moments", "product_moments", "turn_heads"]
 

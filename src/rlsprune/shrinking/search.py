@@ -24,7 +24,7 @@ from rlsprune.model.modes import full_precision, refuse_inference_mode, run_once
 from rlsprune.model.progress import Progress, shown_progress
 from rlsprune.model.tensors import forget_compiled_code, is_sharded
 from rlsprune.optim.rls import RLS
-from rlsprune.shrinking.calibration import Calibration, Reduction
+from rlsprune.reconstruction.calibration import Calibration, Reduction
 from rlsprune.shrinking.closed_form import RESOURCES, ClosedForm, CutPlan, NothingToPruneError
 from rlsprune.shrinking.front import Front, FrontPoint, Score, Shrunk
 from rlsprune.shrinking.recovery import Recovery

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlsprune.shrinking.calibration import rows_drawn
-from rlsprune.shrinking.leastsquares import MOST_INPUTS
+from rlsprune.reconstruction.calibration import rows_drawn
+from rlsprune.reconstruction.leastsquares import MOST_INPUTS
 from rlsprune.statistics.inputs import rows_kept
 
 if TYPE_CHECKING:

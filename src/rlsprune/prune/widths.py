@@ -8,7 +8,7 @@ import torch
 
 from rlsprune.graph import Group
 from rlsprune.prune.allocation import Costs
-from rlsprune.shrinking.elimination import Curve
+from rlsprune.prune.elimination import Curve
 
 __all__ = ["choose_widths"]
 

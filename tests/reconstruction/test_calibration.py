@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rlsprune.graph.sites import find_sites
-from rlsprune.shrinking.calibration import Calibration, Lanes, _uniform
-from rlsprune.shrinking.replay import Replay, closing
+from rlsprune.reconstruction.calibration import Calibration, Lanes, _uniform
+from rlsprune.reconstruction.replay import Replay, closing
 
 
 def drawn(model: nn.Module, inputs: Tensor, sizes: list[int], rows: int) -> tuple[set[tuple[int, int]], set[int]]:

@@ -13,11 +13,11 @@ from rlsprune.graph.sites import Site, layer_names
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact
 from rlsprune.prune.criteria import product_norms, weight_norms
-from rlsprune.shrinking.calibration import Calibration, Lanes, gather_rows
-from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
-from rlsprune.shrinking.leastsquares import DAMPING, MOST_INPUTS, product_in_pieces
-from rlsprune.shrinking.rebuild import affine_of, can_shift
-from rlsprune.shrinking.replay import Replay, Stop, closing
+from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, UnitReader, eliminate
+from rlsprune.reconstruction.calibration import Calibration, Lanes, gather_rows
+from rlsprune.reconstruction.leastsquares import DAMPING, MOST_INPUTS, product_in_pieces
+from rlsprune.reconstruction.rebuild import affine_of, can_shift
+from rlsprune.reconstruction.replay import Replay, Stop, closing
 from rlsprune.statistics.inverse import from_rows
 from rlsprune.statistics.rows import input_rows
 

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlsprune.graph import Group, find_groups, plan_cuts
-from rlsprune.graph.layers import axis_of
+from rlsprune.graph import find_groups, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.product import product_of
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.shrinking.calibration import Calibration
-from rlsprune.shrinking.leastsquares import LeastSquares, best_damping, clipped_fit
-from rlsprune.shrinking.norms import make_consistent
-from rlsprune.shrinking.rebuild import rebuild
-from zoo import ZOO, evaluate
+from rlsprune.reconstruction.calibration import Calibration
+from rlsprune.reconstruction.leastsquares import LeastSquares, best_damping, clipped_fit
+from rlsprune.reconstruction.norms import make_consistent
+from rlsprune.reconstruction.rebuild import rebuild
+from zoo import ZOO, evaluate, make_twin
 
 REFITTED = (
     *(
@@ -35,23 +34,6 @@ REFITTED = (
     ),
     *("squeeze-excite", "unet", "group-norm", "prelu", "conv1d", "conv3d", "vit", "gated", "fnn", "gpt2"),
 )
-
-
-def make_twin(group: Group, unit: int, of: int) -> None:
-    """Makes one unit an exact copy of another wherever it is produced or carried."""
-    for member in group.producers + group.carriers:
-        here, there = member.index[unit], member.index[of]
-        if member.dim is not None:
-            lone = member.module._parameters[member.name.rpartition(".")[2]]
-            places = [(lone, member.dim)]
-        else:
-            tensors = {**member.module._buffers, **member.module._parameters}
-            slabs = axis_of(member.module, member.side).slabs
-            places = [(tensors.get(slab.tensor), slab.dim) for slab in slabs]
-        for tensor, dim in places:
-            if tensor is not None and tensor.dim():
-                size = tensor.shape[dim]
-                tensor.data.index_copy_(dim, here % size, tensor.data.index_select(dim, there % size))
 
 
 @pytest.mark.parametrize("name", REFITTED)

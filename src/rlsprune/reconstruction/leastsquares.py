@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import exact
-from rlsprune.shrinking.calibration import Reduction
+from rlsprune.reconstruction.calibration import Reduction
 from rlsprune.statistics.inverse import cholesky_positive
 
 __all__ = ["DAMPING", "LeastSquares", "best_damping", "clipped_fit", "in_rows", "product_in_pieces"]

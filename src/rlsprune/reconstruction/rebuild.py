@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rlsprune.graph.sites import Site
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact, memory_format, replace_data
-from rlsprune.shrinking.calibration import Calibration, Reduction, gather_rows
-from rlsprune.shrinking.leastsquares import DAMPING, LeastSquares, best_damping, clipped_fit, in_rows
-from rlsprune.shrinking.replay import Replay, Stop, closing
+from rlsprune.reconstruction.calibration import Calibration, Reduction, gather_rows
+from rlsprune.reconstruction.leastsquares import DAMPING, LeastSquares, best_damping, clipped_fit, in_rows
+from rlsprune.reconstruction.replay import Replay, Stop, closing
 
 __all__ = ["affine_of", "can_shift", "rebuild"]
 

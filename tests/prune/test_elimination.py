@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from rlsprune.graph import find_groups
 from rlsprune.prune.allocation import Costs
-from rlsprune.shrinking.calibration import Calibration
+from rlsprune.prune.elimination import Curve, FixedScores, Reader, ReaderInRows, eliminate
+from rlsprune.prune.widths import choose_widths
+from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.shrinking.closed_form import ClosedForm
-from rlsprune.shrinking.elimination import Curve, FixedScores, Reader, ReaderInRows, eliminate
-from rlsprune.shrinking.widths import choose_widths
 from rlsprune.statistics.inverse import from_rows
 
 

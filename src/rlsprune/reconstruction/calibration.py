@@ -20,7 +20,7 @@ from rlsprune.distributed.ranks import Ranks
 from rlsprune.graph.sites import Site
 from rlsprune.model.calls import ExampleInputs, batch_size
 from rlsprune.model.tensors import exact
-from rlsprune.shrinking.replay import Stop
+from rlsprune.reconstruction.replay import Stop
 from rlsprune.training.batches import Sample, split
 
 __all__ = ["Calibration", "Lanes", "Reduction", "gather_rows", "rows_drawn"]

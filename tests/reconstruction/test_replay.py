@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.lanes import Lane
-from rlsprune.shrinking.calibration import Calibration, Lanes
-from rlsprune.shrinking.replay import Replay, closing
+from rlsprune.reconstruction.calibration import Calibration, Lanes
+from rlsprune.reconstruction.replay import Replay, closing
 from zoo import ZOO, Conv1D
 
 

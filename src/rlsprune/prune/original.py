@@ -1,0 +1,120 @@
+"""The network as it is before an event: what can go from it, and what the smaller one is refitted to.
+
+For networks with batch norms, of which `rlsprune.shrink` is the model: a channel's worth and a layer's refit are asked
+of the inputs that the network has just seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rlsprune.graph import Group, plan_cuts
+from rlsprune.graph.sites import find_sites
+from rlsprune.model.calls import bare_copy
+from rlsprune.model.interrupts import stop_if_interrupted
+from rlsprune.model.modes import evaluating
+from rlsprune.prune.allocation import Costs, most_gone
+from rlsprune.prune.choice import find_curves
+from rlsprune.prune.elimination import Curve
+from rlsprune.prune.select import cut_size
+from rlsprune.prune.settings import Settings
+from rlsprune.prune.surgery import LiveNetwork
+from rlsprune.prune.widths import choose_widths
+from rlsprune.reconstruction.calibration import Calibration
+from rlsprune.reconstruction.norms import make_consistent
+from rlsprune.reconstruction.rebuild import rebuild
+
+__all__ = ["Original", "has_batch_norms"]
+
+
+def has_batch_norms(model: nn.Module) -> bool:
+    """Whether events look at the network as a whole."""
+    return any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in model.modules())
+
+
+class Original:
+    """A network and its copies as they are before an event.
+
+    Args:
+        network: Not cut yet.
+        batches: What it was called with.
+
+    Raises:
+        ValueError: The network cannot be copied.
+    """
+
+    def __init__(self, network: LiveNetwork, batches: Calibration) -> None:
+        self._network, self._batches = network, batches
+        self._wholes = [bare_copy(model).eval() for model in network.models]
+        whole = self._wholes[0]
+        self._graph = network.graph.moved_to(dict(zip(network.model.modules(), whole.modules(), strict=True)))
+        with evaluating(whole):
+            self._sites = find_sites(whole, batches.calls[0])
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """Name of a group → which of its units go first, and what that costs.
+
+        Raises:
+            ValueError: The network calls other layers for other inputs, or its numbers are not finite.
+        """
+        with evaluating(self._wholes[0]):
+            found = find_curves(
+                self._wholes[0], self._graph, self._sites, self._batches, {}, lambda *_: stop_if_interrupted()
+            )
+        return found.curves
+
+    def plan(self, settings: Settings, tensors: Mapping[str, float], multiple: int) -> dict[str, list[int]]:
+        """The units that go, so that as much is saved as by ξ of every group, where that costs least.
+
+        Args:
+            settings: With the ξ of every group.
+            tensors: Name of a parameter → what it costs.
+            multiple: What the number of units that stay is a multiple of. Where nothing could go, half of it is.
+
+        Returns:
+            Name of a group → its units, without features of the input.
+        """
+        groups = [group for group in self._graph if group.size > 1 and not group.is_input and settings.ratio_of(group)]
+        costs = Costs(tensors, groups)
+        goal = costs.without({group.name: _share(group, settings) for group in groups})
+        curves = {group.name: _bounded(self.curves[group.name], group, settings) for group in groups}
+        gone: dict[str, int] = {}
+        while goal < costs.without({}) and not any(gone.values()) and multiple:
+            gone = choose_widths(curves, groups, costs, goal, least=settings.min_channels, round_to=multiple)
+            multiple = multiple // 2 if settings.round_to is None else 0
+        return {name: sorted(curves[name].order[:count]) for name, count in gone.items() if count}
+
+    def refit(self, removed: Mapping[str, Sequence[int]]) -> None:
+        """Refits what is left after a cut, layer by layer, and its batch norms.
+
+        A network that calls other layers for other inputs is left as it is.
+
+        Args:
+            removed: Name of a group → its units that went, numbered as before the event.
+        """
+        kept = plan_cuts([(self._graph[name], units) for name, units in removed.items()]).outputs
+        snapshots = self._network.snapshots(copy=False)
+        try:
+            for whole, cut in zip(self._wholes, self._network.models, strict=True):
+                with evaluating(cut):
+                    rebuild(whole, cut, self._sites, kept, self._batches, on_layer=lambda *_: stop_if_interrupted())
+                make_consistent(cut, self._batches.calls, before=whole, kept=kept)
+        except ValueError:
+            for snapshot in snapshots:
+                snapshot.restore()
+
+
+def _share(group: Group, settings: Settings) -> float:
+    return cut_size(settings.ratio_of(group), group.size) / group.size
+
+
+def _bounded(curve: Curve, group: Group, settings: Settings) -> Curve:
+    """The curve, on which no more may go than an event ever takes from a group."""
+    most = int(most_gone(settings.ratio_of(group)) * group.size)
+    return curve._replace(costs=[cost if gone <= most else math.inf for gone, cost in enumerate(curve.costs)])

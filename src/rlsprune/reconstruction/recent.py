@@ -1,0 +1,111 @@
+"""The inputs that a network in training has just seen, kept to refit it on."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rlsprune.model.calls import ExampleInputs, batch_size
+from rlsprune.reconstruction.calibration import Calibration
+from rlsprune.training.batches import Sample, split
+
+__all__ = ["RecentInputs"]
+
+# Inputs that are kept, and the most entries that these may have: half as many megabytes in float32 as the second power.
+_INPUTS, _ENTRIES = 512, 2**25
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+class RecentInputs:
+    """What the last training forwards were called with, at most so many inputs.
+
+    Args:
+        model: The network. It is watched by a hook, which compiled code skips.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._calls: deque[ExampleInputs] = deque()
+        self._usable = True
+        self._everything = False
+        self.active = True
+        """Whether training forwards are watched at all."""
+        self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
+
+    def clear(self) -> None:
+        """Forgets the inputs."""
+        self._calls.clear()
+        self._usable = True
+
+    @contextmanager
+    def everything(self) -> Iterator[None]:
+        """Within it, evaluation forwards and forwards without gradients count too."""
+        before, self._everything = self._everything, True
+        try:
+            yield
+        finally:
+            self._everything = before
+
+    def close(self) -> None:
+        """Removes the hook from the model."""
+        self._handle.remove()
+        self.clear()
+
+    def calibration(self) -> Calibration | None:
+        """The inputs as something to refit on; None if there are none, or the network was called with other things."""
+        if not self._calls or not self._usable:
+            return None
+        numbers = torch.split(torch.arange(sum(map(batch_size, self._calls))), list(map(batch_size, self._calls)))
+        return Calibration.of(Sample([(call, None) for call in self._calls], list(numbers)))
+
+    def observe(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before a forward of the network."""
+        if not self._everything and not (self.active and model.training and torch.is_grad_enabled()):
+            return
+        call: ExampleInputs = kwargs or args
+        leaves = tree_leaves(call)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if (args and kwargs) or not tensors or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            self._usable = False
+            return
+        most = _room(call)
+        with torch.no_grad():
+            kept = tree_map(
+                lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, split(call, most)[0]
+            )
+        self._calls.append(kept)
+        while len(self._calls) > 1 and sum(map(batch_size, self._calls)) - batch_size(self._calls[0]) >= most:
+            self._calls.popleft()
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _room(call: ExampleInputs) -> int:
+    """How many inputs such as these are kept."""
+    entries = sum(leaf.numel() for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
+    return max(1, min(_INPUTS, _ENTRIES * batch_size(call) // max(entries, 1)))
+
+
+class _Hook:
+    """Tells of a network's inputs whoever keeps them, whom it holds weakly; copied or pickled, it is idle."""
+
+    def __init__(self, keeper: RecentInputs | None) -> None:
+        self._keeper = None if keeper is None else weakref.ref(keeper)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None]]:
+        return _Hook, (None,)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is not None:
+            keeper.observe(model, args, kwargs)
