@@ -44,7 +44,7 @@ def step(entry: InverseState, x: Tensor, forgetting: float = 1.0, gate: Tensor |
     assert (look.excitation > -1e-3).all()
     assert inverse.meet([gradients]).isfinite().all()
     velocity = torch.zeros_like(gradients[0])
-    inverse.velocity_step_([(velocity, None)], [gradients], 0.0, -torch.ones_like(look.excitation))
+    inverse.velocity_step_([(velocity, None)], 0.0, -torch.ones_like(look.excitation))
     inverse.update_(forgetting, 2.0, gate)
     return look.excitation / K, velocity
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,32 +14,28 @@ from rlsprune.model.demands import check_network
 from rlsprune.optim.entries import form_of, upgraded
 from rlsprune.optim.packing import INVERSE, VELOCITY, State
 
+_Range = tuple[Callable[[Any], object], str]
+_FROM_ZERO: _Range = (lambda number: 0 <= number < math.inf, "a number ≥ 0")
+_POSITIVE: _Range = (lambda number: 0 < number < math.inf, "a number > 0")
+_DTYPES = (None, torch.float32, torch.float64)
+_RANGES: dict[str, _Range] = {
+    "lr": _FROM_ZERO,
+    "momentum": (lambda share: 0 <= share < 1, "in [0, 1)"),
+    "forgetting": (lambda share: 0 < share <= 1, "in (0, 1]"),
+    "mean_scale": _POSITIVE,
+    "p0": _POSITIVE,
+    "rank": (lambda rank: rank is None or is_count(rank), "None or a whole number, at least 1"),
+    "weight_decay": _FROM_ZERO,
+    "fallback_lr": _FROM_ZERO,
+    "dtype": (lambda dtype: dtype in _DTYPES, "None, torch.float32 or torch.float64"),
+    "on_fault": (lambda what: what in ("raise", "skip"), "'raise' or 'skip'"),
+}
 
-def check_settings(
-    model: object,
-    *,
-    lr: float,
-    momentum: float,
-    forgetting: float,
-    mean_scale: float,
-    p0: float,
-    rank: int | None,
-    weight_decay: float,
-    fallback_lr: float,
-    dtype: torch.dtype | None,
-    on_fault: str,
-) -> None:
+
+def check_settings(model: object, **settings: Any) -> None:
     """Raises if one of :class:`rlsprune.RLS`'s settings is out of its range, or there is nothing to train."""
-    for name, value in {"lr": lr, "weight_decay": weight_decay, "fallback_lr": fallback_lr}.items():
-        check_argument(name, value, lambda number: 0 <= number < math.inf, "a number ≥ 0")
-    for name, value in {"mean_scale": mean_scale, "p0": p0}.items():
-        check_argument(name, value, lambda number: 0 < number < math.inf, "a number > 0")
-    check_argument("momentum", momentum, lambda share: 0 <= share < 1, "in [0, 1)")
-    check_argument("forgetting", forgetting, lambda share: 0 < share <= 1, "in (0, 1]")
-    check_argument("rank", rank, rank is None or is_count(rank), "None or a whole number, at least 1")
-    check_argument("on_fault", on_fault, lambda what: what in ("raise", "skip"), "'raise' or 'skip'")
-    dtypes = (None, torch.float32, torch.float64)
-    check_argument("dtype", dtype, lambda kind: kind in dtypes, "None, torch.float32 or torch.float64")
+    for name, value in settings.items():
+        check_argument(name, value, *_RANGES[name])
     if not isinstance(model, nn.Module):
         raise TypeError(f"RLS takes the module itself, not {type(model).__name__}: pass model, not model.parameters()")
     check_network(model, values=False)

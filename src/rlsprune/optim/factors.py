@@ -19,23 +19,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlsprune.optim.forms import Matrices
+
 
 def wide(device: torch.device) -> torch.dtype:
     """The dtype of the small matrices: float64, but on Metal, which has none."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def initial_factors(x: Tensor, p0: float, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """C, T and β of ``P = p0·I`` for a layer with this mean input ``(G, n)``, with room for so many rows."""
-    groups, n = x.shape
-    T = torch.eye(capacity, dtype=wide(x.device), device=x.device).repeat(groups, 1, 1)
-    return x.new_zeros(groups, capacity, n), T, T.new_full((groups,), 1 / p0)
-
-
 def gram(C: Tensor) -> Tensor:
     """``CCᵀ``, ``(G, m, m)``."""
     rows = C.to(wide(C.device))
-    return rows @ rows.mT
+    return rows.bmm(rows.mT)
 
 
 def whitener(gram: Tensor) -> Tensor:
@@ -57,7 +52,7 @@ def excitation(T: Tensor, products: Tensor, energy: Tensor) -> tuple[Tensor, Ten
     Returns:
         ``TCc``, ``(G, m, 1)``, and ``cᵀ(I − ZᵀZ)c``, ``(G,)``: with ``c = √(k/β)·x`` it is ``k·xᵀPx``.
     """
-    known = T @ products
+    known = T.bmm(products)
     return known, torch.baddbmm(energy, known.mT, known, alpha=-1).view(-1)
 
 
@@ -76,48 +71,25 @@ def append_(T: Tensor, known: Tensor, excitation: Tensor) -> None:
     row.div_((1 + excitation).sqrt_().view(-1, 1, 1))
 
 
-def thin_product(Z: Tensor, gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
-    """``Z∇ᵀ``, ``(G, m, out)``.
-
-    Args:
-        Z: ``(G, m, n)``, one column more with a bias.
-        gradient: ∇W, ``(G, out, n)``.
-        bias_gradient: ∇b, ``(G, out)``, or None.
-    """
-    if bias_gradient is None:
-        return Z @ gradient.mT
-    return (Z[..., :-1] @ gradient.mT).addcmul_(Z[..., -1:], bias_gradient.unsqueeze(-2))
+def thin_product(Z: Tensor, gradient: Matrices) -> Tensor:
+    """``Z∇ᵀ``, ``(G, m, out)``."""
+    weight, bias = gradient
+    if bias is None:
+        return Z.bmm(weight.mT)
+    return Z[..., :-1].bmm(weight.mT).addcmul_(Z[..., -1:], bias.unsqueeze(-2))
 
 
 def velocity_step_(
-    weight_velocity: Tensor,
-    bias_velocity: Tensor | None,
-    gradient: Tensor,
-    bias_gradient: Tensor | None,
-    Z: Tensor,
-    thin: Tensor,
-    *,
-    momentum: float,
-    scale: Tensor,
+    velocity: Matrices, gradient: Matrices, Z: Tensor, thin: Tensor, momentum: float, scale: Tensor
 ) -> None:
-    """Eq. (21) in place: ``Ψ ← α·Ψ − s·(∇ − (Z∇ᵀ)ᵀZ)``.
-
-    Args:
-        weight_velocity: Ψ of the weight, ``(G, out, n)``.
-        bias_velocity: Ψ of the bias, ``(G, out)``, or None.
-        gradient: ∇W, ``(G, out, n)``.
-        bias_gradient: ∇b, ``(G, out)``, or None.
-        Z: ``(G, m, n)``, one column more with a bias.
-        thin: ``Z∇ᵀ``.
-        momentum: α.
-        scale: ``s = η/(hβ)`` per group, ``(G, 1, 1)``.
-    """
+    """Eq. (21) in place, ``Ψ ← α·Ψ − s·(∇ − (Z∇ᵀ)ᵀZ)``, with :func:`thin_product` and ``s = η/(hβ)``, ``(G, 1, 1)``."""
+    (weight, bias), (weight_gradient, bias_gradient) = velocity, gradient
     left = (thin * scale).mT
-    if bias_velocity is not None and bias_gradient is not None:
-        column = bias_velocity.unsqueeze(-1).baddbmm_(left, Z[..., -1:], beta=momentum)
+    if bias is not None and bias_gradient is not None:
+        column = bias.unsqueeze(-1).baddbmm_(left, Z[..., -1:], beta=momentum)
         column.addcmul_(bias_gradient.unsqueeze(-1), scale, value=-1)
         Z = Z[..., :-1]
-    weight_velocity.baddbmm_(left, Z, beta=momentum).addcmul_(gradient, scale, value=-1)
+    weight.baddbmm_(left, Z, beta=momentum).addcmul_(weight_gradient, scale, value=-1)
 
 
 def forget(beta: Tensor, forgetting: float, limit: float) -> tuple[Tensor, Tensor]:

@@ -26,23 +26,16 @@ class InverseStep(Protocol):
     """P of several layers in one step; layers of equal size are one layer with the groups of all of them."""
 
     def look(self, means: Sequence[Tensor], mean_scale: float) -> Look:
-        """Eqs. (17), (18). Remembers what :meth:`update_` needs.
-
-        Args:
-            means: The mean inputs for each size, ``(G, n)``.
-            mean_scale: k.
-        """
+        """Eqs. (17), (18), with the mean inputs for each size, ``(G, n)``, and k, which :meth:`update_` uses again."""
 
     def meet(self, gradients: Sequence[Matrices]) -> Tensor:
-        """Remembers what of P∇ :meth:`velocity_step_` can use; one number per group, finite if the gradients are."""
+        """One number per group, finite if the gradients are, which :meth:`velocity_step_` uses."""
 
-    def velocity_step_(
-        self, velocities: Sequence[Matrices], gradients: Sequence[Matrices], momentum: float, scale: Tensor
-    ) -> None:
-        """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, for the gradients that :meth:`meet` got and s per group."""
+    def velocity_step_(self, velocities: Sequence[Matrices], momentum: float, scale: Tensor) -> None:
+        """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, with s per group."""
 
     def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
-        """Eq. (16) in place with the mean inputs and the k that :meth:`look` got.
+        """Eq. (16) in place.
 
         Args:
             forgetting: λ.
@@ -54,13 +47,9 @@ class InverseStep(Protocol):
 class Form(Protocol):
     """P of a layer, ``(G, n, n)``, in one of its forms."""
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and device of P, as many groups and inputs."""
-
-    @property
-    def cost(self) -> int:
-        """The size of the matrices that measuring P's health takes."""
+    like: Tensor
+    """P, or with it in factors C: has its dtype, device, groups and inputs, and the rows of the largest matrix that
+    eigenvalues take."""
 
     def reset_(self, p0: float) -> None:
         """``P ← p0·I`` in place."""
@@ -78,11 +67,7 @@ class Form(Protocol):
         """A new entry, for some of the groups."""
 
     def sliced(self, gone: Tensor) -> InverseState:
-        """A new entry, for the inputs that stay: their block of P.
-
-        Args:
-            gone: The inputs that go, ``(G, m)``.
-        """
+        """A new entry, for the inputs that stay when those go, ``(G, m)``: their block of P."""
 
     def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
         """A new entry of the same form with ``P = p0·I``."""

@@ -16,6 +16,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from rlsprune.optim.forms import Matrices
+
 # Rows of P scaled at a time when forgetting: bounds the temporary at this many rows instead of the size of P.
 _FORGET_ROWS = 256
 
@@ -62,33 +64,15 @@ def norm(gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
     return total if bias_gradient is None else total.hypot(torch.linalg.vector_norm(bias_gradient, dim=1))
 
 
-def velocity_step_(
-    weight_velocity: Tensor,
-    bias_velocity: Tensor | None,
-    gradient: Tensor,
-    bias_gradient: Tensor | None,
-    P: Tensor,
-    *,
-    momentum: float,
-    scale: Tensor,
-) -> None:
-    """Eq. (21) in place: ``Ψ ← α·Ψ − s·P∇``, without a temporary of the preconditioned gradient.
-
-    Args:
-        weight_velocity: Ψ of the weight as a matrix per group, ``(G, out, n)``.
-        bias_velocity: Ψ of the bias, ``(G, out)``, or None.
-        gradient: ∇W, ``(G, out, n)``.
-        bias_gradient: ∇b, ``(G, out)``, or None.
-        P: ``(G, n, n)``, one larger with a bias.
-        momentum: α.
-        scale: ``s = η/h`` per group.
-    """
-    if bias_velocity is None or bias_gradient is None:
-        weight_velocity.baddbmm_(gradient * -scale[:, None, None], P, beta=momentum)
+def velocity_step_(velocity: Matrices, gradient: Matrices, P: Tensor, momentum: float, scale: Tensor) -> None:
+    """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇`` with ``s = η/h`` per group, without a temporary of P∇."""
+    (weight, bias), (weight_gradient, bias_gradient) = velocity, gradient
+    if bias is None or bias_gradient is None:
+        weight.baddbmm_(weight_gradient * -scale[:, None, None], P, beta=momentum)
         return
-    left = torch.cat([gradient, bias_gradient.unsqueeze(-1)], dim=-1).mul_(-scale[:, None, None])
-    weight_velocity.baddbmm_(left, P[..., :-1], beta=momentum)
-    bias_velocity.mul_(momentum).add_((left @ P[..., -1:]).squeeze(-1))
+    left = torch.cat([weight_gradient, bias_gradient.unsqueeze(-1)], dim=-1).mul_(-scale[:, None, None])
+    weight.baddbmm_(left, P[..., :-1], beta=momentum)
+    bias.mul_(momentum).add_((left @ P[..., -1:]).squeeze(-1))
 
 
 def mean_rows(inputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,7 +102,8 @@ def window_weights(
     kernel: int,
     stride: int,
     dilation: int,
-    padding: tuple[int, int],
+    before: int,
+    after: int,
     mode: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -129,7 +114,6 @@ def window_weights(
         A ``(kernel, size)`` matrix with ``1/U`` for every output position at which the tap lies on that element (zero
         padding counts as zero, other modes as the element they repeat), and U, the number of output positions.
     """
-    before, after = padding
     source = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")[None, None]
     # Element numbers start at 1, so that 0 is what zero padding leaves.
     padded = nn.functional.pad(source, (before, after), mode="constant" if mode == "zeros" else mode)[0, 0].long()

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +36,12 @@ _MOST_JOINED = 2**20
 _SETTINGS = ("lr", "momentum", "forgetting", "mean_scale", "weight_decay", "p0")
 
 
-@dataclass(frozen=True)
-class ReadyLayer:
+class ReadyLayer(NamedTuple):
     """A layer whose gradient has arrived."""
 
     place: int
     """The place of its parameter group among all."""
     group: dict[str, Any]
-    weight: Tensor
-    bias: Tensor | None
     mean: Tensor
     """The mean input, ``(groups, n)``."""
 
@@ -54,17 +52,23 @@ class ReadyLayer:
         Raises:
             RuntimeError: The layer was resized.
         """
-        weight, *biases = group["params"]
+        weight = group["params"][0]
         mean = mean.to(weight.device)
         check_unresized(group, state, mean)
         own = state[weight]
         own[INVERSE] = moved(own[INVERSE], mean) if INVERSE in own else initial_entry(mean, group["p0"], rank)
-        return cls(place, group, weight, biases[0] if biases else None, mean)
+        return cls(place, group, mean)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The weight, and the bias if there is one."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+        parameters: list[Tensor] = self.group["params"]
+        return parameters
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight."""
+        return self.parameters[0]
 
 
 def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[ReadyLayer]]]:
@@ -93,8 +97,6 @@ class LayerStep:
     """The layers of each size."""
     inverse: InverseStep
     """P."""
-    gradients: list[Matrices]
-    """For each size."""
     h: Tensor
     """Eq. (18), one per group."""
     checks: list[Check]
@@ -106,19 +108,21 @@ class LayerStep:
         layers = [layer for same in sizes for layer in same]
         group, mean = layers[0].group, layers[0].mean
         inverse = inverse_step([[state[layer.weight][INVERSE] for layer in same] for same in sizes])
-        gradients = [
-            _matrices(same, [joined([_gradient(p, mean.dtype) for p in every]) for every in _by_kind(same)])
-            for same in sizes
-        ]
         look = inverse.look([joined([layer.mean for layer in same]) for same in sizes], group["mean_scale"])
-        gradient = inverse.meet(gradients)
+        gradient = inverse.meet(
+            [
+                _matrices(same, [joined([_gradient(p, mean.dtype) for p in every]) for every in _by_kind(same)])
+                for same in sizes
+            ]
+        )
         found = torch.stack([look.energy, look.energy, -look.excitation, gradient.abs()])
         sound = (found < _bounds(mean.dtype, mean.device)).flatten()
         if len(mean) > 1:
             sound = sound.view(-1, len(mean)).all(1)
         named = [(layer.place, layer.group["name"]) for layer in layers]
-        check = partial(_faults, named, mean.dtype), sound
-        return cls(sizes, inverse, gradients, group["forgetting"] + look.excitation, [check])
+        return cls(
+            sizes, inverse, group["forgetting"] + look.excitation, [(partial(_faults, named, mean.dtype), sound)]
+        )
 
     @property
     def device(self) -> torch.device:
@@ -132,19 +136,18 @@ class LayerStep:
             state: The optimizer's state, for the velocities.
             gate: None, or a 0-dim bool on the device: where it is False, everything stays as it was.
         """
-        group = self.sizes[0][0].group
-        parameters = [same for layers in self.sizes for same in _by_kind(layers)]
-        velocities = [_velocity(state, same, self.sizes[0][0].mean.dtype) for same in parameters]
+        group, dtype = self.sizes[0][0].group, self.sizes[0][0].mean.dtype
+        parameters = [_by_kind(layers) for layers in self.sizes]
+        velocities = [[_velocity(state, same, dtype) for same in every] for every in parameters]
         # What is not finite spoils what it is multiplied with, even by zero: velocities are put back, not spared.
-        before = [] if gate is None else [velocity.clone() for velocity in velocities]
-        left = iter(velocities)
-        matrices = [_matrices(layers, [next(left) for _ in layers[0].parameters]) for layers in self.sizes]
-        self.inverse.velocity_step_(matrices, self.gradients, group["momentum"], group["lr"] / self.h)
-        for velocity, old in zip(velocities, before, strict=False):
-            velocity.copy_(torch.where(gate, velocity, old))  # type: ignore[arg-type]  # there is a gate
+        before = [] if gate is None else [velocity.clone() for every in velocities for velocity in every]
+        matrices = [_matrices(*own) for own in zip(self.sizes, velocities, strict=True)]
+        self.inverse.velocity_step_(matrices, group["momentum"], group["lr"] / self.h)
         trained: list[Tensor] = []
         moves: list[Tensor] = []
-        for same, velocity in zip(parameters, velocities, strict=True):
+        for same, velocity in zip(chain(*parameters), chain(*velocities), strict=True):
+            if gate is not None:
+                velocity.copy_(torch.where(gate, velocity, before.pop(0)))
             if same[0].grad is None:  # frozen: it gathers no speed
                 velocity.zero_()
             else:
@@ -191,7 +194,7 @@ def _velocity(state: State, same: tuple[Tensor, ...], dtype: torch.dtype) -> Ten
     """The velocities of parameters of equal size, as one."""
     for p in same:
         velocity_of(state, p, dtype)
-    return local(pack([(state[p], VELOCITY) for p in same]))
+    return local(pack([state[p] for p in same], VELOCITY))
 
 
 def _matrices(layers: list[ReadyLayer], tensors: list[Tensor]) -> Matrices:

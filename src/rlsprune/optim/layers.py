@@ -44,22 +44,9 @@ def _windows(
 ) -> tuple[list[Tensor], int]:
     # Last dimension first, two numbers each, as F.pad wants them; also resolves padding="same" and "valid".
     pads = layer._reversed_padding_repeated_twice
-    windows, counts = [], []
-    for axis, size in enumerate(sizes):
-        last = 2 * (len(sizes) - 1 - axis)
-        window, count = functional.window_weights(
-            size,
-            layer.kernel_size[axis],
-            layer.stride[axis],
-            layer.dilation[axis],
-            (pads[last], pads[last + 1]),
-            layer.padding_mode,
-            dtype,
-            device,
-        )
-        windows.append(window)
-        counts.append(count)
-    return windows, math.prod(counts)
+    axes = zip(sizes, layer.kernel_size, layer.stride, layer.dilation, pads[-2::-2], pads[::-2], strict=True)
+    found = [functional.window_weights(*axis, layer.padding_mode, dtype, device) for axis in axes]
+    return [window for window, _ in found], math.prod(count for _, count in found)
 
 
 @dataclass
@@ -70,8 +57,8 @@ class LayerSet:
     """Preconditioned layers by name; several modules where they share all their parameters."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Layers of a known kind that momentum SGD trains all the same, and why."""
-    others: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-    """Every other parameter, with its name."""
+    others: list[nn.Parameter] = field(default_factory=list)
+    """Every other parameter."""
 
 
 def divide(model: nn.Module) -> LayerSet:
@@ -87,16 +74,14 @@ def divide(model: nn.Module) -> LayerSet:
     for name, module in modules.items():
         if not is_layer(module):
             continue
-        reason = _obstacle(name, module, modules, owners)
-        if reason is not None:
+        if (reason := _obstacle(name, module, modules, owners)) is not None:
             result.left_out[name] = reason
-            continue
-        key = (id(module.weight), id(module.bias))
-        first = taken.setdefault(key, name)
-        result.layers.setdefault(first, []).append(module)
+        else:
+            first = taken.setdefault((id(module.weight), id(module.bias)), name)
+            result.layers.setdefault(first, []).append(module)
 
     preconditioned = {id(p) for layers in result.layers.values() for p in layers[0].parameters(recurse=False)}
-    result.others = [(name, p) for name, p in model.named_parameters() if id(p) not in preconditioned]
+    result.others = [p for p in model.parameters() if id(p) not in preconditioned]
     return result
 
 

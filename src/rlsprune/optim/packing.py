@@ -33,18 +33,19 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def pack(places: Sequence[tuple[Any, Any]]) -> Tensor:
+def pack(containers: Sequence[dict[str, Any]], key: str) -> Tensor:
     """What several containers hold under a key, as one tensor, joined along the first dimension.
 
     From then on the containers hold views of it. Tensors that were packed before cost nothing; those that were replaced
     since (by pruning, by loading a state) are packed anew, and so are those whose neighbours have gone.
 
     Args:
-        places: Containers with their keys, which hold contiguous tensors of equal shape, dtype and device.
+        containers: They hold contiguous tensors of equal shape, dtype and device.
+        key: Of all of them.
     """
-    if len(places) == 1:
-        return unpack(*places[0])
-    tensors: list[Tensor] = [container[key] for container, key in places]
+    if len(containers) == 1:
+        return unpack(containers[0], key)
+    tensors: list[Tensor] = [container[key] for container in containers]
     first, whole = tensors[0], tensors[0]._base
     if (
         whole is not None
@@ -53,12 +54,12 @@ def pack(places: Sequence[tuple[Any, Any]]) -> Tensor:
     ):
         return whole
     whole = torch.cat(tensors)
-    for (container, key), part in zip(places, torch.split(whole, len(first)), strict=True):
+    for container, part in zip(containers, torch.split(whole, len(first)), strict=True):
         container[key] = part
     return whole
 
 
-def unpack(container: Any, key: Any) -> Tensor:
+def unpack(container: dict[str, Any], key: str) -> Tensor:
     """Gives a tensor memory of its own, if it is part of a larger piece, which it would keep from being freed."""
     tensor: Tensor = container[key]
     if not is_sharded(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
@@ -69,8 +70,6 @@ def unpack(container: Any, key: Any) -> Tensor:
 def unpack_all(state: State, parameters: Iterable[Tensor]) -> None:
     """Gives all that is kept of some parameters memory of its own: their neighbours may be packed anew without them."""
     for entries in (state[p] for p in parameters if p in state):
-        if VELOCITY in entries:
-            unpack(entries, VELOCITY)
-        inverse = entries.get(INVERSE, {})
-        for key in [key for key, value in inverse.items() if isinstance(value, Tensor)]:
-            unpack(inverse, key)
+        for container in (entries, entries.get(INVERSE, {})):
+            for key in [key for key, value in container.items() if isinstance(value, Tensor)]:
+                unpack(container, key)

@@ -8,7 +8,9 @@ leave no trace.
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ class Recorder:
             fsdp: The gradient leaves the parameter that the layer is called with as soon as it arrives.
         """
         self.dtype, self.groups, self.fsdp = dtype, groups, fsdp
-        self._seen = False
+        self._seen = self._told = False
         self.clear()
 
     def clear(self) -> None:
@@ -90,21 +92,30 @@ class Recorder:
         leaf = next((p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad), None)
         if leaf is None or not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
-        self.groups = getattr(layer, "groups", 1)
         if not self._seen:
             self._seen = True
             warn_of_scales(layer, inputs)
-        with torch.no_grad(), full_precision(inputs.device):
-            mean, rows = mean_input(layer, inputs.detach(), self.precision(layer.weight))
-        output.register_hook(_Arrival(self, leaf, mean, rows))  # type: ignore[no-untyped-call]
+        output.register_hook(_Arrival(self, leaf, *self._mean_input(layer, inputs)))  # type: ignore[no-untyped-call]
 
     def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
         """Does what :meth:`observe` and the gradient after it do, in one call, for compiled code."""
-        self.groups = getattr(layer, "groups", 1)
-        with torch.no_grad(), full_precision(inputs.device):
-            mean, rows = mean_input(layer, inputs, self.precision(layer.weight))
         leaf = layer.weight if layer.weight.requires_grad or layer.bias is None else layer.bias
-        self.commit(leaf.grad is None, mean, rows)
+        self.commit(leaf.grad is None, *self._mean_input(layer, inputs))
+
+    def _mean_input(self, layer: Layer, inputs: Tensor) -> tuple[Tensor, int]:
+        self.groups = getattr(layer, "groups", 1)  # a prune may have changed them
+        with torch.no_grad(), full_precision(inputs.device):
+            return mean_input(layer, inputs.detach(), self.precision(layer.weight))
+
+    def warn_unseen(self, name: str, fallback_lr: float) -> None:
+        """Says, once, what becomes of a layer whose gradient came without a forward."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
+                f"takes momentum SGD steps at fallback_lr={fallback_lr}: call the module for RLS to train it",
+                stacklevel=5,
+            )
 
     def commit(self, grad_is_none: bool, mean: Tensor, rows: int) -> None:
         """Adds a batch whose gradient has arrived.
@@ -145,19 +156,18 @@ class ForwardHook:
     """
 
     def __init__(self, recorder: Recorder | None, layer: Layer | None = None) -> None:
-        self._recorder = None if recorder is None else weakref.ref(recorder)
+        self._recorder: Callable[[], Recorder | None] = _nobody if recorder is None else weakref.ref(recorder)
         self._number: int | None = None
         if layer is not None:
             self.__setstate__(layer)
 
     def __reduce__(self) -> tuple[type[ForwardHook], tuple[Recorder | None], Layer | None]:
         # The layer comes last, as a state: it holds this hook itself.
-        return ForwardHook, (None if self._recorder is None else self._recorder(),), self._layer()
+        return ForwardHook, (self._recorder(),), self._layer()
 
     def __setstate__(self, layer: Layer) -> None:
         self._layer = weakref.ref(layer)
-        recorder = None if self._recorder is None else self._recorder()
-        if recorder is not None:
+        if (recorder := self._recorder()) is not None:
             self._number = enlist(recorder, layer)
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
@@ -167,7 +177,10 @@ class ForwardHook:
         inputs = args[0] if args else kwargs["input"]
         if torch.compiler.is_compiling():
             return with_gradient_noticed(layer, inputs, output, self._number)
-        recorder = None if self._recorder is None else self._recorder()
-        if recorder is not None:
+        if (recorder := self._recorder()) is not None:
             recorder.observe(layer, inputs, output)
         return None
+
+
+def _nobody() -> None:
+    """In place of a weak reference."""

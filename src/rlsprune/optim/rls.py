@@ -111,20 +111,19 @@ class RLS(Optimizer):
                 those of the DistributedDataParallel wrapper, or all, if ``torch.distributed`` is initialised. Their
                 mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.
         """
-        settings = {"lr": lr, "momentum": momentum, "forgetting": forgetting, "mean_scale": mean_scale, "p0": p0}
-        settings |= {"weight_decay": weight_decay}
+        settings = {"lr": lr, "momentum": momentum, "forgetting": forgetting, "mean_scale": mean_scale}
+        settings |= {"p0": p0, "weight_decay": weight_decay}
         check_settings(model, **settings, rank=rank, fallback_lr=fallback_lr, dtype=dtype, on_fault=on_fault)
-        defaults = {name: float(value) for name, value in settings.items()}  # a large int overflows in a kernel
         ranks = find_ranks(model, process_group)
-        model = unwrap(model)
-        parts = divide(model)
-        self._rank, self._fallback_lr = rank, fallback_lr
+        parts = divide(unwrap(model))
+        self.rank = rank
+        """How many directions P keeps apart; None for P whole."""
+        self._fallback_lr = fallback_lr
         self._faults = FaultWatch(on_fault)
         self._recorders = {
             name: Recorder(dtype, getattr(layers[0], "groups", 1), fsdp=is_sharded(layers[0].weight))
             for name, layers in parts.layers.items()
         }
-        self._unseen: set[str] = set()
         self._handles: list[RemovableHandle] | None = []
 
         groups: list[dict[str, Any]] = [
@@ -132,8 +131,8 @@ class RLS(Optimizer):
             for name, layers in parts.layers.items()
         ]
         if parts.others:
-            groups.append({"params": [p for _, p in parts.others], "name": "fallback", "preconditioned": False})
-        super().__init__(groups, defaults)
+            groups.append({"params": parts.others, "name": "fallback", "preconditioned": False})
+        super().__init__(groups, {name: float(value) for name, value in settings.items()})  # a large int overflows
         self._team = None if ranks is None else Team(ranks, self.param_groups)
 
         try:
@@ -212,37 +211,22 @@ class RLS(Optimizer):
             trained = [p for p in group["params"] if p.grad is not None]
             if not group["preconditioned"]:
                 steps += SGDStep.prepare(place, group, trained, group["lr"])
-                continue
-            idle = not trained or self._recorders[group["name"]].empty  # no input, no step
-            if (layer := None if idle else self._ready(place, group)) is not None:
-                layers.append(layer)
+            elif trained and (mean := self._recorders[group["name"]].mean) is not None:
+                layers.append(ReadyLayer.of(place, group, mean, self.state, self.rank))
             else:
                 unpack_all(self.state, group["params"])  # the layers that it lies in memory with go on without it
-                steps += [] if idle else SGDStep.prepare(place, group, trained, self._fallback_lr)
+                recorder = self._recorders[group["name"]]
+                if trained and not recorder.empty:
+                    recorder.warn_unseen(group["name"], self._fallback_lr)
+                    steps += SGDStep.prepare(place, group, trained, self._fallback_lr)
         steps += [LayerStep.prepare(equal, self.state) for equal in equal_layers(layers, self.state)]
 
         checks += [check for step in steps for check in step.checks]
         if self._team is not None:
             checks = self._team.share_checks(checks, self.param_groups[0]["params"][0].device)
-        gates = self._faults.gates(checks)
-        if gates is None:
-            return
-        for step in steps:
-            step.apply(self.state, gates[step.device])
-
-    def _ready(self, place: int, group: dict[str, Any]) -> ReadyLayer | None:
-        """What the layer's step starts from, or None if its forward was never seen."""
-        name, mean = group["name"], self._recorders[group["name"]].mean
-        if mean is not None:
-            return ReadyLayer.of(place, group, mean, self.state, self._rank)
-        if name not in self._unseen:
-            self._unseen.add(name)
-            warnings.warn(
-                f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
-                f"takes momentum SGD steps at fallback_lr={self._fallback_lr}: call the module for RLS to train it",
-                stacklevel=5,
-            )
-        return None
+        if (gates := self._faults.gates(checks)) is not None:
+            for step in steps:
+                step.apply(self.state, gates[step.device])
 
     # --- P ------------------------------------------------------------------------------------------------------------
 
@@ -254,7 +238,7 @@ class RLS(Optimizer):
         Raises:
             RuntimeError: The layer was not trained yet.
         """
-        form = self.form(self._group(name)["params"][0])
+        form = self.form(self._layers(name)[0]["params"][0])
         if form is None:
             raise RuntimeError(f"layer {name!r} has no P yet: it starts with the first step that trains the layer")
         dense = form.dense()
@@ -267,24 +251,22 @@ class RLS(Optimizer):
 
     def inverse_tensors(self, factors_only: bool = False) -> list[Tensor]:
         """All tensors of all P, in the order of the layers; or of those in factors, which ranks may round otherwise."""
-        entries = [self.state.get(group["params"][0], {}).get(INVERSE, {}) for group in self._layer_groups()]
+        entries = [self.state.get(group["params"][0], {}).get(INVERSE, {}) for group in self._layers()]
         kept = [entry for entry in entries if not (factors_only and "P" in entry)]
         return [value for entry in kept for value in entry.values() if isinstance(value, Tensor)]
 
-    def _layer_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["preconditioned"]]
-
-    def _group(self, name: str) -> dict[str, Any]:
-        for group in self._layer_groups():
-            if group["name"] == name:
-                return group
-        known = ", ".join(repr(known) for known in self._recorders)
-        raise KeyError(f"no preconditioned layer is called {name!r}; there are {known}")
+    def _layers(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The parameter groups of all preconditioned layers, or of one."""
+        found = [group for group in self.param_groups if group["preconditioned"] and name in (None, group["name"])]
+        if name is not None and not found:
+            known = ", ".join(map(repr, self._recorders))
+            raise KeyError(f"no preconditioned layer is called {name!r}; there are {known}")
+        return found
 
     @torch.no_grad()
     def reset(self, name: str | None = None) -> None:
         """Sets P of one layer, or of all, back to p0·I. Weights and velocities stay."""
-        for group in self._layer_groups() if name is None else [self._group(name)]:
+        for group in self._layers(name):
             if (form := self.form(group["params"][0])) is not None:
                 form.reset_(group["p0"])
 
@@ -295,11 +277,11 @@ class RLS(Optimizer):
             at_most: Layers with more inputs than this, whose P is whole, are left out; None: all are measured.
         """
         self.report_faults()
-        forms = {group["name"]: self.form(group["params"][0]) for group in self._layer_groups()}
+        forms = {group["name"]: self.form(group["params"][0]) for group in self._layers()}
         return {
             name: layer_health(name, form)
             for name, form in forms.items()
-            if form is not None and (at_most is None or form.cost <= at_most)
+            if form is not None and (at_most is None or form.like.shape[-2] <= at_most)
         }
 
     def memory_usage(self) -> dict[str, int]:
@@ -309,11 +291,6 @@ class RLS(Optimizer):
         return usage | {"total": sum(usage.values())}
 
     # --- copying, saving, closing -------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int | None:
-        """How many directions P keeps apart; None for P whole."""
-        return self._rank
 
     @property
     def ranks(self) -> Ranks | None:
@@ -339,12 +316,12 @@ class RLS(Optimizer):
                     self.state[p][VELOCITY] = placed_like(p, saved[VELOCITY].to(p.device, copy=True))
 
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("_recorders", "_handles", "_rank", "_faults", "_fallback_lr", "_team")
+        keys = ("_recorders", "_handles", "rank", "_faults", "_fallback_lr", "_team")
         return super().__getstate__() | {key: self.__dict__[key] for key in keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Loading a state dict comes through here too, with groups and states alone.
-        super().__setstate__({"_unseen": set()} | state)
+        super().__setstate__(state)
         if self._team is not None and self._team.ranks is None:
             self._team = None  # unpickled where there are no other processes
 

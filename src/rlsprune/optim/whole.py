@@ -10,6 +10,7 @@ from torch import Tensor
 from rlsprune.model.tensors import complement, sub_matrix
 from rlsprune.optim import functional
 from rlsprune.optim.forms import InverseState, Look, Matrices
+from rlsprune.optim.packing import pack
 
 # ``xᵀPx`` of n inputs is rounded by about √n roundings of ``xᵀx`` times P's largest entry. What is kept of P in the
 # direction of x, in these.
@@ -19,18 +20,9 @@ _LEAST = 2
 class Whole:
     """P itself."""
 
-    def __init__(self, P: Tensor) -> None:
-        self.P = P
-
-    @property
-    def like(self) -> Tensor:
-        """See :class:`Form`."""
-        return self.P
-
-    @property
-    def cost(self) -> int:
-        """See :class:`Form`."""
-        return self.P.shape[-1]
+    def __init__(self, entry: InverseState) -> None:
+        self.P: Tensor = entry["P"]
+        self.like = self.P
 
     def reset_(self, p0: float) -> None:
         """See :class:`Form`."""
@@ -66,8 +58,8 @@ class Whole:
 class WholeStep:
     """P of layers of one size in a step."""
 
-    def __init__(self, P: Tensor) -> None:
-        self.P = P
+    def __init__(self, entries: Sequence[InverseState]) -> None:
+        self.P = pack(entries, "P")
 
     def look(self, means: Sequence[Tensor], mean_scale: float) -> Look:
         """See :class:`InverseStep`."""
@@ -85,13 +77,13 @@ class WholeStep:
 
     def meet(self, gradients: Sequence[Matrices]) -> Tensor:
         """See :class:`InverseStep`."""
-        return functional.norm(*gradients[0])
+        (self._gradient,) = gradients
+        return functional.norm(*self._gradient)
 
-    def velocity_step_(
-        self, velocities: Sequence[Matrices], gradients: Sequence[Matrices], momentum: float, scale: Tensor
-    ) -> None:
+    def velocity_step_(self, velocities: Sequence[Matrices], momentum: float, scale: Tensor) -> None:
         """See :class:`InverseStep`."""
-        functional.velocity_step_(*velocities[0], *gradients[0], self.P, momentum=momentum, scale=scale)
+        (velocity,) = velocities
+        functional.velocity_step_(velocity, self._gradient, self.P, momentum, scale)
 
     def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
         """See :class:`InverseStep`.

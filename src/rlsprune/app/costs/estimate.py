@@ -197,7 +197,7 @@ def make_plan(
         machine=machine,
         sharded=sharded,
         parameter_bytes=_ITEM * sum(p.numel() for p in model.parameters()),
-        fallback_bytes=_ITEM * sum(p.numel() for _, p in parts.others),
+        fallback_bytes=_ITEM * sum(p.numel() for p in parts.others),
         mean_bytes=_ITEM * means,
         largest_bytes=_ITEM * _largest_block(model),
         flops=flops,
