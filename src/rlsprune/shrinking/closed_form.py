@@ -129,6 +129,8 @@ class ClosedForm:
             )
         self.curves, self._shared = choice.curves, choice.shared
         """Name of a group → which of its units go first, and what that costs."""
+        self.inconsistent: list[str] = []
+        """Names of the batch norms that compute something else in training mode; known after a cut."""
 
     @property
     def whole(self) -> nn.Module:
@@ -185,7 +187,7 @@ class ClosedForm:
                 on_layer=lambda name, done, total: self._report(f"refitting: {name}", done, total),
             )
         self._report("batch norms", 0, None)
-        make_consistent(self._model, self._batches.calls, self._batches.reduction)
+        self.inconsistent = make_consistent(self._model, self._batches.calls, self._batches.reduction)
 
     def restore(self) -> None:
         """The network as it was given."""

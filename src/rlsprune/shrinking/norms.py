@@ -32,25 +32,34 @@ def make_consistent(
         reduction: The ranks, where each has other batches.
 
     Returns:
-        Names of the batch norms that were left alone: they have no scale and shift of their own, or no running
-        statistics.
+        Names of the batch norms that were left alone, and compute something else in training mode: they have no scale
+        and shift of their own, or are called several times, each time with inputs of other statistics.
     """
-    norms = {module: name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    norms = {
+        module: name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None  # without: the same in both modes
+    }
     owners = Counter(id(parameter) for norm in norms for parameter in norm._parameters.values())
-    usable = [
-        norm
-        for norm in norms
-        if norm.affine and norm.running_mean is not None and owners[id(norm.weight)] == owners[id(norm.bias)] == 1
-    ]
-    moments: dict[nn.Module, _Moments] = {norm: _Moments() for norm in usable}
+    moments: dict[nn.Module, _Moments] = {
+        norm: _Moments() for norm in norms if norm.affine and owners[id(norm.weight)] == owners[id(norm.bias)] == 1
+    }
+    calls: Counter[nn.Module] = Counter()
+    several: set[nn.Module] = set()
 
     def see(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        moments[norm].add(inputs[0])
+        calls[norm] += 1
+        if calls[norm] > 1:
+            several.add(norm)
+        elif norm not in several:
+            moments[norm].add(inputs[0])
 
-    with hooked(usable, see), evaluating(model):
+    with hooked(list(moments), see), evaluating(model):
         for batch in batches:
+            calls.clear()
             args, kwargs = as_call(batch)
             model(*args, **kwargs)
+    usable = [norm for norm in norms if norm in moments and norm not in several]
     everyone = (reduction or Reduction()).gather([moments[norm].state() for norm in usable])
     for norm, *states in zip(usable, *everyone, strict=True):
         together = _Moments()
@@ -58,7 +67,7 @@ def make_consistent(
             together.merge(*state)
         if together.count > 1:
             _restate(norm, together)
-    return [name for norm, name in norms.items() if norm not in moments]
+    return [name for norm, name in norms.items() if norm not in usable]
 
 
 class _Moments:
