@@ -152,6 +152,14 @@ def test_the_front_of_resnet56_is_that_of_its_runs() -> None:
     assert ["torch-pruning: FLOPs left", *(f"{100 * row['flops']:.1f} %" for row in own)] in shown
 
 
+def test_what_each_part_is_worth_is_that_of_its_record() -> None:
+    content = json.loads((RUNS / "trained-networks" / "resnet20-parts.json").read_text(encoding="utf-8"))
+    page = (DOCS / "trained-networks.md").read_text(encoding="utf-8")
+    shown = rows(page[page.index("What each part is worth") : page.index("\n## How small")])
+    accuracies = [f"{row['accuracy']:.2f}" for row in content["rows"]]
+    assert sorted(row[1] for row in shown if row[1] != "test accuracy") == sorted(accuracies)
+
+
 def test_networks_trained_on_are_those_of_their_runs() -> None:
     content = json.loads((RUNS / "trained-networks" / "resnet20-recovery.json").read_text(encoding="utf-8"))
     runs = [row for row in content["rows"] if row["what"] == "run"]

@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,13 @@ from torch_pruning.pruner import importance
 
 import rlsprune
 from benchmarks.quality.trained import CALIBRATION, Case, load_case, load_photographs
+from rlsprune.model.modes import evaluating
 from rlsprune.prune.criteria import l1
+from rlsprune.prune.choice import find_curves
 from rlsprune.prune.elimination import Curve
 from rlsprune.reconstruction.calibration import Calibration
+from rlsprune.reconstruction.norms import make_consistent
+from rlsprune.reconstruction.rebuild import rebuild
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 
 FRONT = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -122,55 +126,102 @@ RIVALS = {
 def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
     """Ours, and ours without each of its parts."""
     model = copy.deepcopy(case.model)
-    form = ClosedForm(model, case.example, Calibration(case.images, [len(x) for x in case.images]))
+    batches = Calibration(case.images, [len(x) for x in case.images])
+    form = ClosedForm(model, case.example, batches)
     curves, sites, plan = dict(form.curves), dict(form.sites), form.plan({"flops": flops})
     groups = form.graph.groups
+
+    def taken() -> nn.Module:
+        result = copy.deepcopy(model)
+        form.restore()
+        form.curves, form.sites = curves, sites
+        return result
 
     def run(
         change: Mapping[str, Any] | None = None,
         orders: Mapping[str, list[int]] | None = None,
         widths: CutPlan = plan,
         only: Callable[[str], bool] = lambda name: True,
-        refit: bool = True,
     ) -> nn.Module:
         form.curves = {n: Curve((orders or {}).get(n, c.order), c.costs) for n, c in curves.items()}
         form.sites = {key: replace(site, **(change or {})) for key, site in sites.items() if only(site.layer)}
-        if refit:
-            form.apply(widths)
-        else:
-            form.cut(widths)
-        result = copy.deepcopy(model)
-        form.restore()
-        return result
+        form.apply(widths)
+        return taken()
 
-    def uniform() -> CutPlan:
-        low, high = 0.0, 1.0
+    def largest(planned: Callable[[float], CutPlan]) -> CutPlan:
+        """The plan that meets the target, of those that a share between 0 and 1 gives."""
+        low, high, found = 0.0, 1.0, planned(0.0)
         for _ in range(10):
             share = (low + high) / 2
-            tried = CutPlan({group.name: math.floor(share * group.size) for group in groups}, 0.0)
-            form.curves = curves
-            form.cut(tried)
+            form.cut(planned(share))
             if case.share(model) <= flops:
-                high, found = share, tried
+                low, found = share, planned(share)
             else:
-                low = share
+                high = share
             form.restore()
         return found
+
+    def uniform(share: float) -> CutPlan:
+        return CutPlan({group.name: math.floor((1 - share) * group.size) for group in groups}, 0.0)
+
+    def cut_only() -> nn.Module:
+        form.cut(plan)
+        return taken()
+
+    def to_own_outputs() -> nn.Module:
+        """Layers that lose inputs are refitted to what they said in the whole network."""
+        apart = {key: replace(site, shared=True) for key, site in sites.items()}
+        form.shared = find_curves(form.whole, form.graph, apart, batches, {}).shared
+        form.cut(plan)
+        form.shared = {}
+        return taken()
+
+    @cache
+    def refitted() -> nn.Module:
+        kept = form.cut(plan)
+        with evaluating(model):
+            rebuild(form.whole, model, sites, kept, batches)
+        return taken()
+
+    def consistent() -> nn.Module:
+        result = copy.deepcopy(refitted())
+        make_consistent(result, case.images)
+        return result
 
     generator = torch.Generator().manual_seed(0)
     random = {g.name: torch.randperm(g.size, generator=generator).tolist() for g in groups}
     by_norm = {g.name: torch.argsort(l1(g)[0]).tolist() for g in groups}
     readers = {member.name for group in groups for member in group.consumers}
+    last = list(sites.values())[-1].layer
     return {
         "all of it": run,
-        "same share of every layer": lambda: run(widths=uniform()),
+        "same share of every layer": lambda: run(widths=largest(uniform)),
+        "widths by parameters": lambda: run(widths=largest(lambda share: form.plan_share("params", share))),
         "channels by L1": lambda: run(orders=by_norm),
         "channels at random": lambda: run(orders=random),
+        "refitted to each layer's own outputs": to_own_outputs,
         "only layers that lose inputs refitted": lambda: run(only=lambda name: name in readers),
+        "classifier not refitted": lambda: run(only=lambda name: name != last),
         "sums not made up for": lambda: run({"sums": False, "low": -math.inf, "high": math.inf}),
         "ReLU not looked at": lambda: run({"low": -math.inf, "high": math.inf}),
-        "no refit": lambda: run(refit=False),
+        "no refit": cut_only,
+        "all of it, statistics taken anew": lambda: with_new_statistics(case, consistent()),
+        "the same, batch norms not consistent": lambda: with_new_statistics(case, refitted()),
     }
+
+
+def with_new_statistics(case: Case, model: nn.Module) -> nn.Module:
+    """The network with the means and variances that training mode would compute."""
+    result = copy.deepcopy(model)
+    for module in result.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # the mean over the batches
+    result.train()
+    with torch.no_grad():
+        for images in case.images:
+            result(images)
+    return result.eval()
 
 
 def measured(case: Case, make: Callable[[], nn.Module]) -> dict[str, float]:

@@ -154,10 +154,20 @@ def test_batch_norms_that_cannot_be_changed_are_named() -> None:
     model = nn.Sequential(
         nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)
     )
-    assert make_consistent(model, [torch.randn(8, 3)]) == ["1", "2"]
+    assert make_consistent(model, [torch.randn(8, 3)]) == ["1"]
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model[1].bias = model[0].bias
     assert make_consistent(model, [torch.randn(8, 3)]) == ["0", "1"]
+
+
+def test_a_batch_norm_that_is_called_twice_is_left_alone() -> None:
+    """In training mode each call has statistics of its own, and no one scale makes up for both."""
+    shared, own = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    model = nn.Sequential(own, shared, nn.Linear(3, 3), shared)
+    before = copy.deepcopy(model.state_dict())
+    assert make_consistent(model, [torch.randn(8, 3), torch.randn(4, 3)]) == ["1"]
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"0.running_mean", "0.running_var", "0.weight", "0.bias"}
 
 
 @pytest.mark.parametrize(

@@ -670,6 +670,39 @@ def test_a_sum_in_place_is_refitted_as_any_other() -> None:
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
+class Normed(nn.Module):
+    """Two branches, each with a batch norm of its own or both with the same."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(12, 24, bias=False), nn.Linear(12, 24, bias=False)
+        self.norm = nn.BatchNorm1d(24)
+        self.again = self.norm if shared else nn.BatchNorm1d(24)
+        self.end = nn.Linear(48, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        branches = self.norm(self.one(inputs)), self.again(self.other(inputs - 1))
+        return self.end(torch.cat(branches, 1).relu())
+
+
+def test_training_mode_computes_what_evaluation_mode_does_right_after_the_cut() -> None:
+    inputs, model = torch.rand(512, 12, generator=torch.Generator().manual_seed(1)), Normed(shared=False)
+    rlsprune.shrink(model, inputs.split(64), target={"params": 0.5}, ignore=["input"])
+    model.eval()
+    wanted = model(inputs)
+    torch.testing.assert_close(model.train()(inputs), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_norm_that_layers_share_is_left_alone_and_named() -> None:
+    inputs, model = torch.rand(512, 12, generator=torch.Generator().manual_seed(1)), Normed(shared=True)
+    with pytest.warns(UserWarning, match=r"called several times: 'norm'.*set these modules to eval\(\)"):
+        rlsprune.shrink(model, inputs.split(64), target={"params": 0.5}, ignore=["input"])
+    assert model.norm.running_mean is not None
+    assert len(model.norm.running_mean) < 24
+    assert not model.norm.running_mean.any(), "as it was given"
+
+
 def test_whole_numbers_beside_one_output_are_no_class_labels() -> None:
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1)), torch.rand(256, 6)

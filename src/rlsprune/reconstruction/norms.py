@@ -43,15 +43,19 @@ def make_consistent(
         kept: Name of a batch norm → which of that network's channels it still has; all if not named.
 
     Returns:
-        Names of the batch norms that were left alone: they have no scale and shift of their own, or no running
-        statistics.
+        Names of the batch norms that were left alone, and compute something else in training mode: they have no scale
+        and shift of their own, or are called several times, each time with inputs of other statistics.
     """
-    norms = {module: name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    norms = {
+        module: name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None  # without: the same in both modes
+    }
     owners = Counter(id(parameter) for norm in norms for parameter in norm._parameters.values())
     usable = {
         norm: name
         for norm, name in norms.items()
-        if norm.affine and norm.running_mean is not None and owners[id(norm.weight)] == owners[id(norm.bias)] == 1
+        if norm.affine and owners[id(norm.weight)] == owners[id(norm.bias)] == 1
     }
     calls = list(batches)
     reduction = reduction or Reduction()
@@ -59,11 +63,12 @@ def make_consistent(
     theirs = [before.get_submodule(name) for name in usable.values()] if before is not None else []
     earlier = _observed(before, theirs, calls, reduction) if before is not None else []
     for number, (norm, name) in enumerate(usable.items()):
-        if moments[number].count > 1:
+        if moments[number].count > 1 and not moments[number].several:
             stay = None if kept is None else kept.get(name)
             reference = _running(norm) if before is None else _measured(theirs[number], earlier[number], stay)
             _restate(norm, moments[number], reference)
-    return [name for norm, name in norms.items() if norm not in usable]
+    restated = {norm for norm, own in zip(usable, moments, strict=True) if not own.several}
+    return [name for norm, name in norms.items() if norm not in restated]
 
 
 def _observed(
@@ -71,12 +76,16 @@ def _observed(
 ) -> list[_Moments]:
     """The moments of what each batch norm reads, on the calls of all ranks."""
     moments = {norm: _Moments() for norm in norms}
+    seen: set[nn.Module] = set()
 
     def see(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        moments[norm].several |= norm in seen
         moments[norm].add(inputs[0])
+        seen.add(norm)
 
     with hooked(norms, see), evaluating(model):
         for call in calls:
+            seen.clear()
             args, kwargs = as_call(call)
             model(*args, **kwargs)
     together = [_Moments() for _ in norms]
@@ -115,6 +124,8 @@ class _Moments:
         self.count = 0
         self.mean: Tensor | None = None
         self.squares: Tensor | None = None
+        self.several = False
+        """Whether one pass of the network called the batch norm several times."""
 
     def add(self, values: Tensor) -> None:
         rows = values.detach().transpose(0, 1).flatten(1) if values.dim() > 2 else values.detach().mT
@@ -122,13 +133,14 @@ class _Moments:
         mean = wide.mean(1)
         self.merge(wide.shape[1], mean, (wide - mean[:, None]).square().sum(1))
 
-    def state(self) -> tuple[int, Tensor | None, Tensor | None]:
+    def state(self) -> tuple[int, Tensor | None, Tensor | None, bool]:
         """What `merge` takes, on the CPU."""
         mean, squares = (None if own is None else own.cpu() for own in (self.mean, self.squares))
-        return self.count, mean, squares
+        return self.count, mean, squares, self.several
 
-    def merge(self, count: int, mean: Tensor | None, squares: Tensor | None) -> None:
+    def merge(self, count: int, mean: Tensor | None, squares: Tensor | None, several: bool = False) -> None:
         """Adds the values that others are the moments of."""
+        self.several |= several
         if mean is None or squares is None:
             return
         if self.mean is None or self.squares is None:

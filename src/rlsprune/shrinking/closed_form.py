@@ -127,8 +127,12 @@ class ClosedForm:
                 products,
                 lambda name, done, total: report(f"choosing: {name}", done, total),
             )
-        self.curves, self._shared = choice.curves, choice.shared
+        self.curves = choice.curves
         """Name of a group → which of its units go first, and what that costs."""
+        self.shared = choice.shared
+        """Name of a layer that is refitted to its own outputs → the autocorrelation of its inputs."""
+        self.inconsistent: list[str] = []
+        """Names of the batch norms that compute something else in training mode; known after a cut."""
 
     @property
     def whole(self) -> nn.Module:
@@ -185,7 +189,7 @@ class ClosedForm:
                 on_layer=lambda name, done, total: self._report(f"refitting: {name}", done, total),
             )
         self._report("batch norms", 0, None)
-        make_consistent(self._model, self._batches.calls, self._batches.reduction)
+        self.inconsistent = make_consistent(self._model, self._batches.calls, self._batches.reduction)
 
     def restore(self) -> None:
         """The network as it was given."""
@@ -266,7 +270,7 @@ class ClosedForm:
 
     def _refit_shared(self, cuts: Cuts) -> None:
         """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
-        for name, autocorrelation in self._shared.items():
+        for name, autocorrelation in self.shared.items():
             stay, layer = cuts.stay.get((name, "in")), self._model.get_submodule(name)
             if stay is None or not has_rows(layer):
                 continue

@@ -272,6 +272,7 @@ def _at_once(front: Front, cutter: _Cutter, goal: Mapping[str, float], max_drop:
     smallest = form.plan(goal)
     _tell_missed(smallest, goal, 1.0)
     reached = bool(smallest.gone) and attempt(smallest)
+    _tell_inconsistent(form)
     if reached or max_drop is None:
         return
     low, high = smallest.share, 1.0
@@ -296,6 +297,18 @@ def _tell_missed(plan: CutPlan, goal: Mapping[str, float], kept: float) -> None:
     )
 
 
+def _tell_inconsistent(form: ClosedForm) -> None:
+    """Warns of batch norms that training would move the network by."""
+    if form.inconsistent:
+        named = ", ".join(map(repr, form.inconsistent))
+        warnings.warn(
+            f"batch norms were left alone, as they have no scale and shift of their own or are called several times: "
+            f"{named}. In training mode the network computes something else than in evaluation mode. Before you train "
+            "it, set these modules to eval()",
+            stacklevel=4,
+        )
+
+
 def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[str, float], ratio: float) -> None:
     """Cut, train, look; again."""
     kept = dict.fromkeys(goal, 1.0)  # of the given network, by what was aimed at so far
@@ -313,6 +326,7 @@ def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[
         if not any(plan.gone.values()):
             break
         form.apply(plan)
+        _tell_inconsistent(form)
         kept = {what: share * step[what] for what, share in kept.items()}
         front.pruned()
         recovery.run(name, front)
