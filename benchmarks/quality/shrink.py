@@ -35,8 +35,8 @@ from torch_pruning.pruner import importance
 import rlsprune
 from benchmarks.quality.trained import CALIBRATION, Case, load_case, load_photographs
 from rlsprune.model.modes import evaluating
-from rlsprune.prune.criteria import l1
 from rlsprune.prune.choice import find_curves
+from rlsprune.prune.criteria import l1
 from rlsprune.prune.elimination import Curve
 from rlsprune.reconstruction.calibration import Calibration
 from rlsprune.reconstruction.norms import make_consistent
