@@ -204,7 +204,7 @@ def run(args: argparse.Namespace, task: Task, entrants: list[Contender]) -> dict
 
     tried: dict[str, list[Curve]] = {}
     for contender in entrants:
-        rates = (contender.default,) if args.quick else contender.grid
+        rates = (contender.default,) if args.quick or args.defaults else contender.grid
         tried[contender.name] = [once(contender, lr, first) for lr in rates]
     repeated = args.repeat.lower().split(",")
     for contender in entrants:
@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--repeat", default="", help="comma-separated beginnings of the names that run with all seeds")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", help="comma-separated beginnings of optimizer names")
+    parser.add_argument("--defaults", action="store_true", help="one rate each, that of its paper or library")
     parser.add_argument("--quick", action="store_true", help="the embedded digits, one epoch, default learning rates")
     parser.add_argument("--out", type=Path, default=Path("convergence"), help="writes OUT.png and OUT.json")
     args = parser.parse_args()

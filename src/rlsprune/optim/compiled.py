@@ -21,15 +21,12 @@ __all__ = ["Watcher", "enlist", "exporting", "noticed", "with_gradient_noticed"]
 class Watcher(Protocol):
     """Who is told."""
 
-    def input_seen(self, layer: Layer, inputs: Tensor) -> None:
-        """A layer was called with these inputs."""
-
-    def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
-        """The gradient at the layer's output, of a call with these inputs."""
+    def told(self, layer: Layer, inputs: Tensor) -> None:
+        """A layer was called with these inputs, or the gradient of such a call has arrived."""
 
 
 _numbers = itertools.count()
-_watchers: dict[int, tuple[weakref.ref[Any], weakref.ref[Layer]]] = {}
+_watchers: dict[int, tuple[weakref.ref[Watcher], weakref.ref[Layer]]] = {}
 
 
 def exporting() -> bool:
@@ -38,7 +35,7 @@ def exporting() -> bool:
     return is_exporting
 
 
-def enlist(watcher: Any, layer: Layer) -> int:
+def enlist(watcher: Watcher, layer: Layer) -> int:
     """A number by which compiled code finds a watcher and its layer, as long as both live."""
     number = next(_numbers)
     _watchers[number] = weakref.ref(watcher, lambda _: _watchers.pop(number, None)), weakref.ref(layer)
@@ -80,16 +77,12 @@ class _Identity(torch.autograd.Function):
 
 @torch.library.custom_op("rlsprune::seen", mutates_args=("mark",))
 def _seen(inputs: Tensor, mark: Tensor, number: int) -> None:
-    watcher, layer = _find(number)
-    if watcher is not None and layer is not None:
-        watcher.input_seen(layer, inputs)
+    _tell(number, inputs)
 
 
 @torch.library.custom_op("rlsprune::arrived", mutates_args=())
 def _arrived(delta: Tensor, inputs: Tensor, number: int) -> Tensor:
-    watcher, layer = _find(number)
-    if watcher is not None and layer is not None:
-        watcher.gradient_arrived(layer, inputs, delta)
+    _tell(number, inputs)
     return delta.clone()
 
 
@@ -98,8 +91,8 @@ def _(delta: Tensor, inputs: Tensor, number: int) -> Tensor:
     return torch.empty_like(delta)
 
 
-def _find(number: int) -> tuple[Watcher | None, Layer | None]:
-    if number not in _watchers:
-        return None, None
-    watcher, layer = _watchers[number]
-    return watcher(), layer()
+def _tell(number: int, inputs: Tensor) -> None:
+    if number in _watchers:
+        watcher, layer = _watchers[number][0](), _watchers[number][1]()
+        if watcher is not None and layer is not None:
+            watcher.told(layer, inputs)

@@ -26,7 +26,7 @@ from rlsprune.optim.layers import Layer, mean_input
 class Recorder:
     """Collects one layer's mean input over the backward passes before a step."""
 
-    def __init__(self, dtype: torch.dtype | None, groups: int = 1, *, fsdp: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype | None, groups: int, fsdp: bool) -> None:
         """Starts with nothing collected.
 
         Args:
@@ -45,11 +45,8 @@ class Recorder:
         self._rows: float | Tensor = 0
         self._backward_id: int | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "groups": self.groups, "fsdp": self.fsdp}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Recorder], tuple[torch.dtype | None, int, bool]]:
+        return Recorder, (self.dtype, self.groups, self.fsdp)
 
     @property
     def empty(self) -> bool:
@@ -97,14 +94,14 @@ class Recorder:
             warn_of_scales(layer, inputs)
         output.register_hook(_Arrival(self, leaf, *self._mean_input(layer, inputs)))  # type: ignore[no-untyped-call]
 
-    def gradient_arrived(self, layer: Layer, inputs: Tensor, delta: Tensor) -> None:
+    def told(self, layer: Layer, inputs: Tensor) -> None:
         """Does what :meth:`observe` and the gradient after it do, in one call, for compiled code."""
         leaf = layer.weight if layer.weight.requires_grad or layer.bias is None else layer.bias
         self.commit(leaf.grad is None, *self._mean_input(layer, inputs))
 
     def _mean_input(self, layer: Layer, inputs: Tensor) -> tuple[Tensor, int]:
         self.groups = getattr(layer, "groups", 1)  # a prune may have changed them
-        with torch.no_grad(), full_precision(inputs.device):
+        with full_precision(inputs.device):
             return mean_input(layer, inputs.detach(), self.precision(layer.weight))
 
     def warn_unseen(self, name: str, fallback_lr: float) -> None:

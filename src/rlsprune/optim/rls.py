@@ -121,7 +121,7 @@ class RLS(Optimizer):
         self._fallback_lr = fallback_lr
         self._faults = FaultWatch(on_fault)
         self._recorders = {
-            name: Recorder(dtype, getattr(layers[0], "groups", 1), fsdp=is_sharded(layers[0].weight))
+            name: Recorder(dtype, getattr(layers[0], "groups", 1), is_sharded(layers[0].weight))
             for name, layers in parts.layers.items()
         }
         self._handles: list[RemovableHandle] | None = []

@@ -60,8 +60,6 @@ class Team:
         flags = [torch.ones(1, dtype=torch.bool), *(flags for _, flags in checks)]
         here = torch.cat([flag.to(device, non_blocking=True) for flag in flags]).all()
         everywhere = self.ranks.all_true(here).view(1)
-        fault = (
-            math.inf,
-            "not sound: something on another rank, whose own message says what",
-        )  # after those found here
+        # After those found here.
+        fault = (math.inf, "not sound: something on another rank, whose own message says what")
         return [*checks, (partial(list, [fault]), everywhere)]

@@ -225,7 +225,7 @@ class _Hook:
         elif self._number is not None and self._mark is not None and layer.training and torch.is_grad_enabled():
             noticed(inputs, self._mark, self._number)
 
-    def input_seen(self, layer: Layer, inputs: Tensor) -> None:
+    def told(self, layer: Layer, inputs: Tensor) -> None:
         """Records the input that compiled code has seen."""
         statistics = None if self._statistics is None else self._statistics()
         if statistics is not None:
