@@ -7,15 +7,22 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT = 60.0  # seconds in which a rank has to answer
+MESSAGES = (
+    *("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "scatter", "barrier", "all_to_all_single"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list"),
+)
 
 
 def start(
@@ -64,6 +71,25 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
     outputs = [process.communicate()[0] for process in processes]
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         assert process.returncode == 0, f"rank {rank}:\n{output}"
+
+
+@contextmanager
+def watched(tell: Callable[[str], object]) -> Iterator[None]:
+    """Tells the name of every message that this rank takes part in."""
+
+    def telling(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def told(*given: Any, **named: Any) -> Any:
+            tell(name)
+            return call(*given, **named)
+
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in MESSAGES:
+            patch.setattr(dist, name, telling(name))
+        yield
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
+from distributed import launch
 from distributed.runs import OPTIONS
 from networks import SHAPES, cnn, fnn, target
 from rlsprune.app.cli.main import main
@@ -136,19 +137,7 @@ def messages() -> list[str]:
     train(model, optimizer, (20,), range(2))
     (model(share(torch.rand(BATCH, 20))) ** 2).sum().backward()
     sent: list[str] = []
-
-    def counted(name: str) -> Any:
-        call = getattr(dist, name)
-
-        def counting(*given: Any, **named: Any) -> Any:
-            sent.append(name)
-            return call(*given, **named)
-
-        return counting
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "reduce", "barrier"):
-            patch.setattr(dist, name, counted(name))
+    with launch.watched(sent.append):
         optimizer.step()
     return sent
 

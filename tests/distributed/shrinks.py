@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
+from distributed import launch
 from rlsprune.app.cli.main import main
 from rlsprune.prune import choice
 from rlsprune.reconstruction import calibration, leastsquares
@@ -51,14 +52,18 @@ def at_once(name: str, size: int, **options: Any) -> Callable[[], dict[str, Any]
         specimen = ZOO[name]
         model = specimen.model().eval()
         batches = random_batches(specimen.shape[1:], size)
-        return shrunk(model, in_turn(batches), **{"target": {"params": 0.5}, **options})
+        probe = random_batches(specimen.shape[1:], size, seed=7)[0]
+        return shrunk(model, in_turn(batches), probe, **{"target": {"params": 0.5}, **options})
 
     return run
 
 
-def shrunk(model: nn.Module, batches: Any, **options: Any) -> dict[str, Any]:
+def shrunk(model: nn.Module, batches: Any, probe: Any, **options: Any) -> dict[str, Any]:
     result = rlsprune.shrink(model, batches, **options)
+    with torch.no_grad():
+        outputs = model(**probe) if isinstance(probe, dict) else model(probe)
     return {
+        "outputs": outputs,
         "state": {name: value.detach().clone() for name, value in model.state_dict().items()},
         "front": [(point.params, point.flops, point.epochs, point.within) for point in result.front],
         "scores": [(point.score, point.score_pruned) for point in result.front],
@@ -71,7 +76,7 @@ def labelled() -> dict[str, Any]:
     with torch.no_grad():
         pairs = [(x, model(x).argmax(1)) for x in random_batches((16,), 40)]
         judges = [(x, model(x).argmax(1)) for x in random_batches((16,), 30, seed=1)]
-    return shrunk(model, in_turn(pairs), max_drop=6.0, valid=in_turn(judges))
+    return shrunk(model, in_turn(pairs), judges[0][0], max_drop=6.0, valid=in_turn(judges))
 
 
 def with_recovery() -> dict[str, Any]:
@@ -82,6 +87,7 @@ def with_recovery() -> dict[str, Any]:
     result = shrunk(
         call,
         parts(random_batches((16,), 48)),
+        random_batches((16,), 48, seed=7)[0],
         target={"params": 0.4},
         recovery_epochs=1,
         ratio=0.4,
@@ -111,7 +117,7 @@ def padded() -> dict[str, Any]:
     lengths = torch.randint(3, 120, (BATCHES, 40))
     masks = torch.arange(120) < lengths.unsqueeze(-1)
     batches = [{"ids": torch.randint(50, (40, 120)), "attention_mask": mask.long()} for mask in masks]
-    return shrunk(model, in_turn(batches), target={"params": 0.8})
+    return shrunk(model, in_turn(batches), batches[0], target={"params": 0.8})
 
 
 def in_rows() -> dict[str, Any]:
@@ -126,7 +132,7 @@ def with_little_room() -> dict[str, Any]:
     """The first layers see one piece of the inputs at a time: of one rank, and the other has nothing to add."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_LIVE_BYTES", 2**18)
-        return at_once("resnet-basic", 24, target={"params": 0.8})()
+        return at_once("resnet-basic", 24)()
 
 
 def by_time() -> dict[str, Any]:
@@ -136,7 +142,7 @@ def by_time() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "residual, sampled": at_once("resnet-basic", 24, target={"params": 0.8}),
+    "residual, sampled": at_once("resnet-basic", 24),
     "grouped": at_once("resnext", 8),
     "heads": at_once("bert", 12, target={"params": 0.7}),
     "thinned": at_once("fnn", 24, calibration=100),
@@ -153,7 +159,16 @@ def all_cases(folder: Path) -> dict[str, Any]:
     if dist.is_initialized():
         results["by time"] = by_time()
         results["refusals"] = refusals()
+        results["messages"] = messages()
     return results
+
+
+def messages() -> list[tuple[str, list[str]]]:
+    """What a rank sends while each layer is looked at and refitted."""
+    sent: list[tuple[str, list[str]]] = [("", [])]
+    with launch.watched(lambda name: sent[-1][1].append(name)):
+        at_once("resnet-basic", 24, on_progress=lambda stage, *_: sent.append((stage, [])))()
+    return sent
 
 
 RUN = ["run", "digits-fnn", "--method", "none", "--optimizer", "sgd", "--train-images", "600", "--test-images", "200"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
 import rlsprune
 from distributed import launch, shrinks
@@ -22,7 +23,10 @@ __all__ = ["task"]  # a fixture
 
 def agree(run: dict[str, Any], alone: dict[str, Any]) -> None:
     assert run["front"] == alone["front"]
-    torch.testing.assert_close(run["state"], alone["state"], rtol=1e-5, atol=2e-6)
+    for mine, theirs in zip(tree_leaves(run["outputs"]), tree_leaves(alone["outputs"]), strict=True):
+        assert float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm())
+    # Less exact where inputs hardly vary: there many weights give the same outputs.
+    torch.testing.assert_close(run["state"], alone["state"], rtol=1e-4, atol=5e-5)
     for mine, theirs in zip(run["scores"], alone["scores"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-4)
 
@@ -40,6 +44,21 @@ def test_two_ranks_make_the_network_of_one(tmp_path: Path) -> None:
         assert "the ranks disagree on the parameter '1.weight'" in rank["refusals"]["weights"]
         assert "batches has no batch on some rank" in rank["refusals"]["no batch"]
         assert rank["refusals"]["apart"] == "True"
+        sums_up_each_layer_once(rank["messages"])
+
+
+def sums_up_each_layer_once(sent: list[tuple[str, list[str]]]) -> None:
+    """However many dampings are tried and however often a layer in front of a ReLU is solved."""
+    looks = [own for stage, own in sent if stage.startswith("choosing: ")]
+    assert len(looks) > 5
+    assert all(own == ["all_reduce"] for own in looks[:-1])
+    assert looks[-1].count("all_reduce") == 1, "all curves are gathered after the last layer"
+    refits = [own for stage, own in sent if stage.startswith("refitting: ")]
+    assert len(refits) > 5
+    # Counts and drift; rows; solution and error. A layer that has not drifted needs no more than the first.
+    for own in refits:
+        assert own in (["all_gather_into_tensor"], [*2 * ["all_gather_into_tensor"], "all_reduce"])
+    assert sum(len(own) > 1 for own in refits) > 3
 
 
 def test_the_pareto_command_by_two_ranks_makes_the_front_of_one(tmp_path: Path) -> None:

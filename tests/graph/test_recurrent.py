@@ -56,6 +56,25 @@ def test_a_layer_that_makes_the_first_state_goes_with_it() -> None:
     assert {member.name for member in graph["start"].producers} == {"cell", "start"}
 
 
+def test_a_cut_layer_lays_its_weights_side_by_side_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What it does on a GPU; on a CPU it can only be seen that it is called, when all weights have their new shapes.
+    model = Net(lambda self, x: self.head(self.cell(self.embed(x))[0].mean(1)), num_layers=2)
+    graph = find_groups(model, X)
+    seen = []
+    flatten = nn.LSTM.flatten_parameters
+
+    def watched(layer: nn.LSTM) -> None:
+        seen.append((layer, [tuple(weight.shape) for weight in layer.parameters()]))
+        flatten(layer)
+
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", watched)
+    remove(model, graph, [(graph["embed"], torch.tensor([2])), (graph["cell"], torch.tensor([1, 4, 5]))])
+    assert [layer for layer, _ in seen] == [model.cell, model.cell], "in each of the two cuts"
+    layer, shapes = seen[-1]
+    assert shapes == [tuple(weight.shape) for weight in model.cell.parameters()]
+    assert all(kept is weight for kept, weight in zip(layer._flat_weights, layer.parameters(), strict=True))
+
+
 FIXED = torch.randn(1, 3, 8)
 
 

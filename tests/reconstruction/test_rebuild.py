@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from rlsprune.graph import find_groups, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.product import product_of
 from rlsprune.prune.surgery import apply_cuts
-from rlsprune.reconstruction.calibration import Calibration
+from rlsprune.reconstruction.calibration import Calibration, Reduction
 from rlsprune.reconstruction.leastsquares import LeastSquares, best_damping, clipped_fit
 from rlsprune.reconstruction.norms import make_consistent
 from rlsprune.reconstruction.rebuild import rebuild
+from rlsprune.reconstruction.rows import FitRows, Part, count_rows, gather_all
 from zoo import ZOO, evaluate, make_twin
 
 REFITTED = (
@@ -218,6 +221,77 @@ def test_more_damping_where_it_is_better_on_rows_that_were_held_back() -> None:
     torch.manual_seed(0)
     X, start, Y = torch.randn(1, 50, 8).double(), torch.randn(1, 8, 3).double(), torch.randn(1, 50, 3).double()
     torch.testing.assert_close(LeastSquares(X, start, 1e-3).damped(0.1)(Y), LeastSquares(X, start, 0.1)(Y))
+
+
+@pytest.mark.parametrize(("groups", "outputs"), [(1, 7), (1, 1), (2, 5), (3, 1), (8, 4)])
+def test_ranks_solve_for_parts_of_one_solution(groups: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    X, Y = torch.randn(groups, 30, 4).double(), torch.randn(groups, 30, outputs).double()
+    low, high = Y - torch.rand_like(Y), torch.full((groups, 1, outputs), 0.5).double()
+    rows = FitRows(X, Y, low, high, [20, 10])
+    start = torch.randn(groups, 4, outputs).double()
+    problem = LeastSquares(X, start, 0.1, pieces=rows.pieces)
+    whole = clipped_fit(problem, Y, low, high, 3)
+    for size in (1, 2, 3):
+        joined, errors = torch.full_like(whole, math.nan), 0.0
+        for part in (Part.share(groups, outputs, rank, size) for rank in range(size)):
+            own = rows.part(part)
+            assert own.low is not None
+            assert own.high is not None
+            assert part.of(joined).isnan().all(), "an output belongs to one rank"
+            part.of(joined).copy_(clipped_fit(problem.part(part), own.targets, own.low, own.high, 3))
+            errors += float(own.errors(part.of(joined)))
+        torch.testing.assert_close(joined, whole)
+        assert errors == pytest.approx(float(rows.errors(whole)))
+    assert Part.sampled(groups, outputs, 3).of(start).shape[2] == min(outputs, {1: 3, 2: 1, 3: 1, 8: 1}[groups])
+
+
+class Together(Reduction):
+    """One of two threads in place of ranks."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, slots: list[Tensor]) -> None:
+        super().__init__()
+        self.rank, self.size, self._meeting, self._slots = rank, 2, meeting, slots
+
+    def stacked(self, tensor: Tensor) -> Tensor:
+        self._slots[self.rank] = tensor
+        self._meeting.wait(60)
+        result = torch.stack(self._slots)
+        self._meeting.wait(60)
+        return result
+
+
+@pytest.mark.parametrize("ends_by_row", [False, True])
+def test_gathered_rows_are_those_of_one_process_in_its_order(ends_by_row: bool) -> None:
+    torch.manual_seed(0)
+    owners = [0, 1, 0, 0]  # of each piece
+    # Rows to fit to, and those held back, of each piece: inputs, targets and lower ends.
+    kinds = [
+        [[torch.randn(2, m, width) for width in (3, 4, 4)] for m in counts] for counts in ([4, 5, 1, 2], [1, 0, 2, 0])
+    ]
+
+    def rows(pieces: list[list[Tensor]]) -> FitRows:
+        X, Y, low = (torch.cat(column, dim=1) for column in zip(*pieces, strict=True))
+        low = low if ends_by_row else torch.zeros(2, 1, 4)
+        return FitRows(X, Y, low, low + 1, [piece[0].shape[1] for piece in pieces], ends_by_row)
+
+    wanted, meeting, slots = [rows(kind) for kind in kinds], threading.Barrier(2), [torch.zeros(0)] * 2
+
+    def gathered(rank: int) -> list[FitRows]:
+        batches = Calibration([torch.zeros(8, 1)] * 4, [8] * 4)
+        batches.pieces = [[(8 * n, 8) for n in range(4) if owners[n] == of] for of in range(2)]
+        batches.reduction = Together(rank, meeting, slots)
+        own = [rows([kind[n] for n in range(4) if owners[n] == rank]) for kind in kinds]
+        counts, numbers = count_rows(batches, own, torch.tensor([1.0 + rank]).double())
+        assert numbers.tolist() == [3.0]
+        assert counts.tolist() == [[[4, 1, 2], [1, 2, 0]], [[5, 0, 0], [0, 0, 0]]]
+        return gather_all(batches, own, counts)
+
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(gathered, range(2)):
+            for got, want in zip(found, wanted, strict=True):
+                assert got.pieces == want.pieces
+                assert all(torch.equal(one, other) for one, other in zip(got[:4], want[:4], strict=True))
 
 
 def test_few_inputs_do_not_spoil_a_layer() -> None:

@@ -73,6 +73,13 @@ class Ranks:
                 for tensor, data in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
                     tensor.copy_(data.view(tensor.shape))
 
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor, all of one shape and dtype, in a new first dimension: one message."""
+        everyone = tensor.new_empty(self.size * tensor.numel())
+        with self._meeting("rows"):
+            dist.all_gather_into_tensor(everyone, tensor.reshape(-1), group=self.group)
+        return everyone.view(self.size, *tensor.shape)
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, of any kind that can be pickled, in the order of the ranks."""
         values: list[Any] = [None] * self.size

@@ -263,7 +263,10 @@ def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: st
             state = optimizer.state[tensor]
             changes.append(partial(state.update, _cut_state(state, tensor, dims)))
     for module, values in cuts.attributes.items():
-        changes.append(partial(write_sizes, model.get_submodule(module), values))
+        layer = model.get_submodule(module)
+        changes.append(partial(write_sizes, layer, values))
+        if isinstance(layer, nn.RNNBase):
+            changes.append(layer.flatten_parameters)  # else cuDNN copies the weights in every forward
     return changes
 
 

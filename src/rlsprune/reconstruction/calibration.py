@@ -59,16 +59,9 @@ class Reduction:
         pieces = torch.split(flat, [part.numel() for part in wide])
         return [piece.view(part.shape) for piece, part in zip(pieces, wide, strict=True)]
 
-    def columns(self, solve: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
-        """A solution for many right-hand sides, ``(…, outputs)``, of which every rank solves for its share."""
-        if self.ranks is None:
-            return solve(right)
-        parts = torch.arange(right.shape[-1]).tensor_split(self.size)
-        own = solve(right[..., parts[self.rank].to(right.device)])
-        whole = own.new_zeros(*own.shape[:-1], right.shape[-1])
-        whole[..., parts[self.rank].to(own.device)] = own
-        self.ranks.sum_(whole)
-        return whole
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor, all of one shape, in their order: one message."""
+        return tensor[None] if self.ranks is None else self.ranks.stacked(tensor)
 
     def rows(self, rows: Tensor) -> Tensor:
         """The rows, ``(groups, m, n)``, of all ranks."""
@@ -132,9 +125,9 @@ class Calibration:
         self.calls, self.sizes, self.reduction = calls, sizes, Reduction(ranks)
         self._numbers = torch.split(torch.arange(sum(sizes)), list(sizes)) if numbers is None else numbers
         own = [(int(number[0]), size) for number, size in zip(self._numbers, sizes, strict=True)]
-        self._pieces = self.reduction.gather(own)
+        self.pieces = self.reduction.gather(own)
         """Of each rank: the first number and the size of its pieces."""
-        self._inputs = sum(size for pieces in self._pieces for _, size in pieces)
+        self._inputs = sum(size for pieces in self.pieces for _, size in pieces)
 
     @classmethod
     def of(cls, sample: Sample, ranks: Ranks | None = None) -> Calibration:
@@ -151,13 +144,13 @@ class Calibration:
 
     def lanes(self, sites: Mapping[tuple[str, int], Site]) -> dict[tuple[str, int], Lanes]:
         """How many of the pieces can wait at each site together; never fewer at a later site."""
-        order = [rank for _, rank in sorted((n, rank) for rank, own in enumerate(self._pieces) for n, _ in own)]
-        largest = max(size for own in self._pieces for _, size in own)
+        order = [rank for _, rank in sorted((n, rank) for rank, own in enumerate(self.pieces) for n, _ in own)]
+        largest = max(size for own in self.pieces for _, size in own)
 
         @cache
         def divided(together: int) -> Lanes:
             counts = Counter(order[:together])
-            inputs = sum(size for rank, own in enumerate(self._pieces) for _, size in own[: counts[rank]])
+            inputs = sum(size for rank, own in enumerate(self.pieces) for _, size in own[: counts[rank]])
             counted = counts[self.reduction.rank]
             return Lanes(max(1, counted), counted, inputs)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import exact
-from rlsprune.reconstruction.calibration import Reduction
+from rlsprune.reconstruction.rows import Part
 from rlsprune.statistics.inverse import cholesky_positive
 
-__all__ = ["DAMPING", "LeastSquares", "best_damping", "clipped_fit", "in_rows", "product_in_pieces"]
+__all__ = ["DAMPING", "LeastSquares", "best_damping", "clipped_fit", "product_in_pieces"]
 
 DAMPING = 1e-3
 """Of the mean square of the inputs, at least."""
@@ -31,47 +31,38 @@ def product_in_pieces(rows: Tensor, values: Tensor, pieces: list[int]) -> Tensor
     return total
 
 
-def in_rows(inputs: int, rows: int) -> bool:
-    """Whether a problem of so many inputs and rows is solved in the space of its rows."""
-    return inputs > min(rows, MOST_INPUTS)
-
-
 class LeastSquares:
     """Solves for one X and many right-hand sides, batched over the groups of a layer.
 
     Minimises ``‖XW − Y‖²/m + δ‖W − W₀‖²``, in closed form: ``W₀ + (XᵀX/m + δI)⁻¹Xᵀ(Y − XW₀)/m``.
 
     Args:
-        rows: X, ``(groups, m, n)``, or this rank's rows of it.
+        rows: X, ``(groups, m, n)``.
         start: W₀, ``(groups, n, outputs)``.
         damping: δ as a share of the mean of the diagonal of XᵀX/m.
-        pieces: Numbers of rows that are summed in their own precision before they are added up in float64: sums of the
-            same pieces are the same, on however many ranks. None for all at once.
-        count: m, where other ranks have rows too.
-        reduction: The ranks. In the space of rows, `rows` are those of all of them.
+        pieces: Numbers of rows that are summed in their own precision before they are added up in float64. None for all
+            at once.
     """
 
-    def __init__(
-        self,
-        rows: Tensor,
-        start: Tensor,
-        damping: float,
-        *,
-        pieces: Sequence[int] | None = None,
-        count: int | None = None,
-        reduction: Reduction | None = None,
-    ) -> None:
+    def __init__(self, rows: Tensor, start: Tensor, damping: float, *, pieces: Sequence[int] | None = None) -> None:
         self.rows, self.start, self._damping = rows, start, damping
         self._pieces = [rows.shape[1]] if pieces is None else list(pieces)
-        self._count = max(rows.shape[1] if count is None else count, 1)
-        self._in_rows = in_rows(rows.shape[2], self._count)
-        self._reduction = reduction or Reduction()
+        self._count = max(rows.shape[1], 1)
+        self._in_rows = rows.shape[2] > min(self._count, MOST_INPUTS)
 
     def damped(self, damping: float) -> LeastSquares:
         """The same problem with another δ."""
+        other = self.part(Part())
+        other._damping = damping
+        return other
+
+    def part(self, part: Part) -> LeastSquares:
+        """The same problem for some of the groups and outputs."""
+        square, diagonal = self._square
         other = copy.copy(self)
         other.__dict__.pop("_factor", None)
-        other._damping, other._square = damping, self._square
+        other.rows, other.start = self.rows[part.groups], part.of(self.start)
+        other._square = square[part.groups], diagonal[part.groups]
         return other
 
     @cached_property
@@ -80,7 +71,7 @@ class LeastSquares:
         if self._in_rows:
             square = exact(self.rows @ self.rows.mT)
         else:
-            (square,) = self._reduction.sums(product_in_pieces(self.rows, self.rows, self._pieces))
+            square = product_in_pieces(self.rows, self.rows, self._pieces)
         square.div_(self._count)
         return square, square.diagonal(dim1=-2, dim2=-1).clone()
 
@@ -96,13 +87,10 @@ class LeastSquares:
         """W for targets Y, ``(groups, m, outputs)``, in float64."""
         residual = targets - self.predicted(self.start)
         if self._in_rows:
-            step = self._reduction.columns(self._solved, exact(residual) / self._count)
+            step = torch.cholesky_solve(exact(residual) / self._count, self._factor)
             return self.start + exact(self.rows.mT @ step.to(self.rows)).to(self.start.device)
-        (right,) = self._reduction.sums(product_in_pieces(self.rows, residual, self._pieces))
-        return self.start + self._reduction.columns(self._solved, right / self._count).to(self.start.device)
-
-    def _solved(self, right: Tensor) -> Tensor:
-        return torch.cholesky_solve(right, self._factor)
+        right = product_in_pieces(self.rows, residual, self._pieces) / self._count
+        return self.start + torch.cholesky_solve(right, self._factor).to(self.start.device)
 
     def predicted(self, weights: Tensor) -> Tensor:
         """X W."""

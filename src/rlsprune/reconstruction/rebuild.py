@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rlsprune.graph.sites import Site
 from rlsprune.model.product import Product
 from rlsprune.model.tensors import exact, memory_format, replace_data
-from rlsprune.reconstruction.calibration import Calibration, Reduction, gather_rows
-from rlsprune.reconstruction.leastsquares import DAMPING, LeastSquares, best_damping, clipped_fit, in_rows
+from rlsprune.reconstruction.calibration import Calibration, gather_rows
+from rlsprune.reconstruction.leastsquares import DAMPING, LeastSquares, best_damping, clipped_fit
 from rlsprune.reconstruction.replay import Replay, Stop, closing
+from rlsprune.reconstruction.rows import FitRows, Part, count_rows, gather_all
 
-__all__ = ["affine_of", "can_shift", "rebuild"]
+__all__ = ["JUDGES", "affine_of", "can_shift", "rebuild"]
+
+JUDGES = 64
+"""Outputs, at most, that tell which damping suits a layer: every rank solves for them."""
 
 _CLIP_ROUNDS = 5
 _LEAST_SCALE = 0.05  # of the median: a sum cannot be made up for through a smaller scale
@@ -88,33 +91,6 @@ def rebuild(
     return refitted
 
 
-class _Rows(NamedTuple):
-    """Some rows of a layer's inputs and what it should make of them, by groups: ``(groups, m, …)``."""
-
-    inputs: Tensor
-    """With a last 1 where the output can be shifted."""
-    targets: Tensor
-    low: Tensor | None
-    """What the outputs are clipped to from below; None for nothing."""
-    high: Tensor | None
-    pieces: list[int]
-    """How many rows are of each piece of the inputs."""
-
-    def clipped(self, outputs: Tensor) -> Tensor:
-        return outputs if self.low is None or self.high is None else outputs.clamp(self.low, self.high)
-
-    def errors(self, weight: Tensor) -> Tensor:
-        """The sum of the squared errors of the clipped outputs."""
-        outputs = self.clipped(self.inputs @ weight.to(self.inputs))
-        return exact((outputs - self.clipped(self.targets)).square().sum())
-
-    def gathered(self, reduction: Reduction) -> _Rows:
-        """Those of all ranks."""
-        low, high = (None if end is None else reduction.rows(end) for end in (self.low, self.high))
-        inputs, targets = reduction.rows(self.inputs), reduction.rows(self.targets)
-        return _Rows(inputs, targets, low, high, [inputs.shape[1]])
-
-
 class _Problem:
     """The refit of one layer.
 
@@ -155,7 +131,7 @@ class _Problem:
         _apply(layer, self._norms, self._scale, self._product.weight_of(weight), intercept)
         return True
 
-    def _rows(self, places: Sequence[Tensor]) -> _Rows:
+    def _rows(self, places: Sequence[Tensor]) -> FitRows:
         rows = gather_rows(self._ours, places, self._movable)
         own = self._of_whole([stop.output for stop in self._theirs], places)
         scale, shift = self._scale, self._shift
@@ -168,59 +144,69 @@ class _Problem:
             wanted = torch.where(usable, (summed - other - shift) / safe, own)
             offset = shift + other
         else:
-            usable, wanted, offset = scale.abs() > 0, own, shift.expand_as(own)
+            usable, wanted, offset = scale.abs() > 0, own, shift[None]
         low, high = _limits(self._site, scale, offset, usable)
 
         def by_group(values: Tensor) -> Tensor:
-            groups, count, _ = rows.shape
-            return values.to(rows.dtype).reshape(count, groups, values.shape[1] // groups).movedim(1, 0)
+            count, channels = values.shape
+            return values.to(rows.dtype).reshape(count, len(rows), channels // len(rows)).movedim(1, 0)
 
         low, high = (None if end is None else by_group(end) for end in (low, high))
-        return _Rows(rows, by_group(wanted), low, high, [len(where) for where in places])
+        pieces = [len(where) for where in places]
+        return FitRows(rows, by_group(wanted), low, high, pieces, ends_by_row=self._site.sums)
 
     def _of_whole(self, tensors: Sequence[Tensor | None], places: Sequence[Tensor]) -> Tensor:
         parts = zip(self._theirs, tensors, places, strict=True)
         both = torch.cat([stop.product.at(tensor, where) for stop, tensor, where in parts if tensor is not None])
         return both if self._kept is None else both[:, self._kept.to(both.device)]
 
-    def _fit(self, rows: _Rows, held: _Rows, damping: float) -> tuple[Tensor, Tensor | None] | None:
+    def _start(self) -> Tensor:
+        """The layer's weight matrix, with its bias as last row where its outputs can be shifted."""
+        weight, own = self._matrix, self._product.bias
+        if not self._movable:
+            return weight
+        bias = exact(own.detach()) if own is not None else weight.new_zeros(weight.shape[0] * weight.shape[2])
+        return torch.cat([weight, bias.view(weight.shape[0], 1, -1)], dim=1)
+
+    def _fit(self, rows: FitRows, held: FitRows, damping: float) -> tuple[Tensor, Tensor | None] | None:
         """Weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to leave the layer alone."""
-        product, reduction, weight = self._product, self._batches.reduction, self._matrix
-        if self._movable:
-            own = product.bias
-            bias = exact(own.detach()) if own is not None else weight.new_zeros(weight.shape[0] * weight.shape[2])
-            weight = torch.cat([weight, bias.view(weight.shape[0], 1, -1)], dim=1)
-        drift, size, fitted, back = weight.new_zeros(4)
+        weight, reduction = self._start(), self._batches.reduction
+        drifts = weight.new_zeros(2)
         for part in (rows, held):
-            drift += (part.inputs @ weight.to(part.inputs) - part.targets).square().sum().to(drift)
-            size += part.targets.square().sum().to(size)
-        fitted += rows.inputs.shape[1]
-        back += held.inputs.shape[1]
-        drift, size, fitted, back = reduction.sums(drift, size, fitted, back)
-        count = int(fitted)
-        if not count or float(drift) <= _SAME**2 * float(size):
+            drifts[0] += (part.inputs @ weight.to(part.inputs) - part.targets).square().sum().to(drifts)
+            drifts[1] += part.targets.square().sum().to(drifts)
+        counts, (drift, size) = count_rows(self._batches, (rows, held), drifts)
+        fitted, back = counts.sum((0, 2)).tolist()
+        if not fitted or float(drift) <= _SAME**2 * float(size):
             return None
-        if in_rows(rows.inputs.shape[2], count):
-            rows = rows.gathered(reduction)
-        problem = LeastSquares(
-            rows.inputs, weight.to(rows.inputs.device), damping, pieces=rows.pieces, count=count, reduction=reduction
-        )
-
-        def error(matrix: Tensor) -> float:
-            return float(reduction.sums(held.errors(matrix))[0])
-
+        rows, held = gather_all(self._batches, (rows, held), counts)
+        problem = LeastSquares(rows.inputs, weight.to(rows.inputs.device), damping, pieces=rows.pieces)
+        groups, _, outputs = weight.shape
         if back:
-            problem = problem.damped(best_damping(lambda tried: error(problem.damped(tried)(rows.targets)), damping))
-        if rows.low is None or rows.high is None:
-            solution = problem(rows.targets)
-        else:
-            solution = clipped_fit(problem, rows.targets, rows.low, rows.high, _CLIP_ROUNDS)
-        if back and not error(solution) < error(weight):
+            problem = problem.damped(_tried_damping(problem, rows, held, damping))
+        share = Part.share(groups, outputs, reduction.rank, reduction.size)
+        own, solution, errors = held.part(share), torch.zeros_like(weight), weight.new_zeros(2)
+        share.of(solution).copy_(_solved(problem.part(share), rows.part(share)))
+        errors[0], errors[1] = own.errors(share.of(solution)), own.errors(share.of(weight))
+        solution, (after, before) = reduction.sums(solution, errors)
+        if (back and not float(after) < float(before)) or not bool(solution.isfinite().all()):
             return None
-        if not bool(solution.isfinite().all()):
-            return None
-        width = product.width
+        width = self._product.width
         return (solution[:, :width], solution[:, width]) if self._movable else (solution, None)
+
+
+def _tried_damping(problem: LeastSquares, rows: FitRows, held: FitRows, damping: float) -> float:
+    """What suits some outputs on rows that were held back."""
+    groups, _, outputs = problem.start.shape
+    judges = Part.sampled(groups, outputs, JUDGES)
+    some, targets, judged = problem.part(judges), judges.of(rows.targets), held.part(judges)
+    return best_damping(lambda tried: float(judged.errors(some.damped(tried)(targets))), damping)
+
+
+def _solved(problem: LeastSquares, rows: FitRows) -> Tensor:
+    if rows.low is None or rows.high is None:
+        return problem(rows.targets)
+    return clipped_fit(problem, rows.targets, rows.low, rows.high, _CLIP_ROUNDS)
 
 
 def affine_of(norms: Sequence[nn.Module], channels: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlsprune.reconstruction.calibration import rows_drawn
 from rlsprune.reconstruction.leastsquares import MOST_INPUTS
+from rlsprune.reconstruction.rebuild import JUDGES
 from rlsprune.statistics.inputs import rows_kept
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _SINGLE, _DOUBLE = 4, 8  # bytes of a number
 _GONE = 0.2  # of every layer, in an event
 _CALIBRATION = 2048  # inputs that `shrink` looks at
 _PASSES = 10  # forwards over them: two networks side by side, batch norms, scores
-_SOLVES, _DAMPINGS = 6, 2  # for a layer in front of a ReLU, and for the damping of any
+_SOLVES, _DAMPINGS = 6, 2  # for a layer in front of a ReLU, and for the damping of some outputs of any
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,23 @@ def _event_products(layer: LayerPlan) -> float:
 
 def shrink_work(plan: CostPlan, flops: int) -> Work:
     """One size of `rlsprune.shrink` in closed form, from 2,048 inputs of all ranks together."""
-    solves = _DAMPINGS + (_SOLVES if plan.clipped else 1)
+    solves = _SOLVES if plan.clipped else 1
     divided, own, sent, largest = 0.5 * flops * _PASSES * _CALIBRATION, 0.0, 0.0, 0.0
     for layer in plan.layers:
         n, m, o = layer.inputs, rows_drawn(layer.inputs, layer.groups), layer.outputs // layer.groups
-        weights = layer.groups * n * o
+        rows, weights, judges = layer.groups * m * (n + o), layer.groups * n * o, min(o, JUDGES)
+        side = n if n <= MOST_INPUTS else m  # of the Gram matrix
         if n <= MOST_INPUTS:
-            # Two Gram matrices; elimination, which a rank does for every so many-th group; the solutions' columns.
-            divided += layer.groups * (2 * m * n**2 + 3.5 * n**3 + n**2 * o + solves * (2 * m * n * o + n**2 * o))
-            own += layer.groups * n**3 / 6
-            sent += _DOUBLE * 2 * (2 * layer.groups * n**2 + 2 * solves * weights)
-            held = 3 * _DOUBLE * n**2 + _SINGLE * m * n / plan.world_size
-        else:
-            divided += layer.groups * solves * m**2 * o
-            own += layer.groups * (m**2 * n + m**3 / 6 + solves * 2 * m * n * o)
-            sent += layer.groups * _SINGLE * m * (n + o) + _DOUBLE * 2 * solves * layer.groups * m * o
-            held = _SINGLE * m * (n + 2 * o) + 2 * _DOUBLE * m**2
-        largest = max(largest, layer.groups * held + _DOUBLE * 3 * weights)
+            # Two Gram matrices, summed over the ranks; elimination, which a rank does for every so many-th group.
+            divided += layer.groups * (m * n**2 + 3.5 * n**3 + n**2 * o)
+            sent += 2 * _DOUBLE * 2 * layer.groups * n**2
+        # The refit: all rows on every rank, one Gram matrix and its factors there, the outputs divided.
+        factors = side * m * n + (_DAMPINGS + 1) * side**3 / 6
+        own += layer.groups * (factors + _DAMPINGS * judges * (2 * m * n + side**2))
+        divided += layer.groups * solves * o * (2 * m * n + side**2)
+        sent += _SINGLE * rows + 2 * _DOUBLE * weights
+        held = 3 * _DOUBLE * layer.groups * side**2 + _SINGLE * rows * (1 if plan.world_size == 1 else 2)
+        largest = max(largest, held + _DOUBLE * 3 * weights)
     once = (plan.world_size - 1) / plan.world_size
     # The network, the whole one beside it, and the copy that every size starts from.
     memory = 3 * plan.parameter_bytes + largest
