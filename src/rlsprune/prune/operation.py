@@ -71,7 +71,8 @@ class Operation:
         sampled = settings.needs_inverse and settings.statistics == "exact"
         # Last: an error before it leaves no hook behind.
         self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
-        refitted = sampled and settings.compensate and network.ranks is None and has_batch_norms(network.model)
+        alone = network.ranks is None and not network.divided
+        refitted = sampled and settings.compensate and alone and has_batch_norms(network.model)
         self._recent = RecentInputs(network.model) if refitted else None
 
     # --- one event ----------------------------------------------------------------------------------------------------
