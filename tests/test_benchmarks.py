@@ -71,6 +71,7 @@ SMALL = {
     "speed.scaling": ("--ranks 2 --steps 1 --width 64", "2 RLS, P whole "),
     "quality.convergence": ("--quick --only rls,sgd --out {out}/curves", "| RLS | 1 | 1 | 28 |"),
     "quality.prune_accuracy": ("--quick", "| ours: obs, exact P "),
+    "quality.events": ("--quick", "| 0.3 | as a whole |"),
     "quality.settings": ("--images 200 --only knobs", "| 0.6 | "),
     "quality.soak_inverse": ("--steps 20 --epochs 1 --width 8", "True"),
     "quality.ablation": (

@@ -177,6 +177,37 @@ def test_as_much_is_saved_as_by_the_ratio_of_every_layer() -> None:
     assert saved["obs"] == pytest.approx(saved["l1"], abs=0.1)
 
 
+def test_ratios_of_layers_rounding_and_least_widths_hold() -> None:
+    def widths(**settings: Any) -> tuple[int, int]:
+        model = Residual()
+        pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), batch(0, 1), **settings)
+        pruner.calibrate([batch(1)])
+        pruner.prune()
+        return model.stem.out_channels, model.conv1.out_channels
+
+    assert widths(ratio={"conv1": 0.3}) == (8, 7)
+    assert widths(ratio=0.5, round_to=4) in {(8, 4), (4, 8), (4, 4)}
+    stem, inner = widths(ratio=0.6, min_channels=5)
+    assert min(stem, inner) >= 5
+
+
+def test_what_the_target_counts_is_saved() -> None:
+    saved = {}
+    for what in ("params", "flops"):
+        specimen = ZOO["resnet-basic"]
+        model = specimen.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pruner = rlsprune.Pruner(model, optimizer, specimen.inputs(), ratio=0.25, target={what: 0.05})
+        pruner.calibrate([specimen.inputs(1, batch=64)])
+        event = pruner.prune()
+        saved[what] = {
+            "params": event.params_after / event.params_before,
+            "flops": event.flops_after / event.flops_before,
+        }
+    assert saved["params"]["params"] <= saved["flops"]["params"]
+    assert saved["flops"]["flops"] <= saved["params"]["flops"]
+
+
 class DataDependent(nn.Module):
     """Calls another layer for inputs that are large."""
 

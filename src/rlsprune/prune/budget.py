@@ -42,6 +42,11 @@ class Budget:
         params, flops = self.tensors_of("params"), self.tensors_of("flops")
         return {name: params[name] / costs["params"] + flops[name] / max(costs["flops"], 1) for name in params}
 
+    def aimed_tensors(self) -> dict[str, float]:
+        """Name of a parameter → what it costs of the one thing that the target counts; else as of `tensors`."""
+        counted = [what for what in self._target if what == "params" or (what == "flops" and self.proportional)]
+        return self.tensors_of(counted[0]) if len(counted) == len(self._target) == 1 else self.tensors()
+
     def tensors_of(self, what: str) -> dict[str, float]:
         """Name of a parameter → the parameters that it is, or the FLOPs that it takes, where they are known."""
         if what == "params":

@@ -11,7 +11,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from rlsprune.prune.event import Measures, PruneEvent
 from rlsprune.prune.original import Original, has_batch_norms
 from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
 from rlsprune.prune.rounding import free_multiple
-from rlsprune.prune.select import choose_units, cut_size, most_to_go
+from rlsprune.prune.select import choose_units, rounds
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork
@@ -48,8 +47,6 @@ HeldOutLoss = Callable[[], float]
 _HALVINGS = 5
 # An event may raise the held-out loss by this share of it. The share of wrong answers rises about as much.
 _MOST_INCREASE = 0.25
-# Up to this share of a layer goes at once, more in so many rounds. More rounds did not leave more accuracy.
-_AT_ONCE, _ROUNDS = 0.2, 4
 
 
 class Operation:
@@ -74,7 +71,8 @@ class Operation:
         sampled = settings.needs_inverse and settings.statistics == "exact"
         # Last: an error before it leaves no hook behind.
         self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
-        refitted = sampled and settings.compensate and network.ranks is None and has_batch_norms(network.model)
+        alone = network.ranks is None and not network.divided
+        refitted = sampled and settings.compensate and alone and has_batch_norms(network.model)
         self._recent = RecentInputs(network.model) if refitted else None
 
     # --- one event ----------------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ class Operation:
             settings = self._inputs_alone(settings)
         by_curves = settings.criterion == "obs" and held_out_loss is None
         original = self._original(by_curves)
-        tensors = self.budget.tensors()
+        tensors = self.budget.aimed_tensors()
 
         def attempt(share: float) -> dict[str, list[int]]:
             undo()
@@ -216,7 +214,7 @@ class Operation:
         with torch.no_grad():
             for name in [group.name for group in graph]:
                 left = list(range(graph[name].size))
-                for choice in _rounds(graph[name], settings, self._free_multiple):
+                for choice in rounds(graph[name], settings, self._free_multiple):
                     stop_if_interrupted()
                     group = graph[name]
                     units = choose_units(name, score(group), group.size, *choice)
@@ -344,32 +342,6 @@ class Operation:
     def prunes_inputs(self) -> bool:
         """Whether features of the input may go."""
         return any(group.is_input and self.settings.ratio_of(group) for group in self.network.graph)
-
-
-def _rounds(group: Group, settings: Settings, free_multiple: int) -> list[tuple[float, int, int]]:
-    """Ratio, units that stay at least, and what their number is a multiple of, for each round in which units go.
-
-    Of two channels that stand in for each other, each scores low as long as the other is there. So where a large share
-    goes by such scores, it goes in rounds, each scored after the refit of the one before.
-
-    The free multiple is kept unless one is asked for. Where it would let nothing go, half of it is, and so on.
-    """
-    ratio = settings.ratio_of(group)
-    if group.is_input and ratio and "inputs" in settings.target:
-        ratio = max(ratio, 1 / group.size)  # one at least, or a small number would never be reached
-    if not cut_size(ratio, group.size):
-        return []
-    keep = settings.least_inputs(group) if group.is_input else settings.min_channels
-    round_to = 1 if group.is_input else settings.round_to or free_multiple
-    while settings.round_to is None and round_to > 1:
-        if most_to_go(group.size, cut_size(ratio, group.size), keep, round_to):
-            break
-        round_to //= 2
-    if settings.criterion != "obs" or not settings.compensate or ratio <= _AT_ONCE:
-        return [(ratio, keep, round_to)]
-    going = most_to_go(group.size, cut_size(ratio, group.size), keep, round_to)
-    gone = [going * number // _ROUNDS for number in range(_ROUNDS + 1)]
-    return [((after - before) / (group.size - before), 1, 1) for before, after in pairwise(gone) if after > before]
 
 
 def _boundary(holds: Callable[[float], bool], share: float) -> tuple[float, float]:

@@ -50,7 +50,8 @@ class LiveNetwork:
         """The processes that train the network together, or None."""
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._divided = bool(sharded_modules(self.model))
+        self.divided = bool(sharded_modules(self.model))
+        """Whether ``fully_shard`` has divided it over processes."""
         self.optimizer, self.copies = optimizer, list[nn.Module]()
         self._example_inputs, self._ignore = example_inputs, module_names(ignore)
         self._graph: ChannelGraph | None = self._find_graph()
@@ -72,7 +73,7 @@ class LiveNetwork:
     def cut(self, cuts: Cuts) -> None:
         """Carries a plan out on everything."""
         apply_cuts(self.model, cuts, self.optimizer, self.copies)
-        if self._divided:
+        if self.divided:
             settle(self.model)
         self.graph.shrink(cuts)
 

@@ -18,7 +18,7 @@ from rlsprune.training.batches import Sample, split
 
 __all__ = ["RecentInputs"]
 
-# Inputs that are kept, and the most entries that these may have: half as many megabytes in float32 as the second power.
+# Inputs that are kept, fewer where these would have more entries than the second number (128 MB in float32).
 _INPUTS, _ENTRIES = 512, 2**25
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
