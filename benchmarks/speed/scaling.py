@@ -4,7 +4,8 @@
 
 Every rank is a process with one thread on this machine, talking through the loopback interface (gloo). Times are
 processor time of rank 0, so that they can be compared on a busy machine; what it waits for others is not counted. Bytes
-are what one rank hands to all-reduce, before the backend's own algorithm multiplies them (by about 2 for a ring).
+are what one rank hands to all-reduce, before the backend's own algorithm multiplies them (by about 2 for a ring), and
+for `shrink` to all-gather (times the other ranks).
 
 The first table has steps, each rank with its share of the same batch, as multiples of momentum SGD's under plain DDP
 on as many ranks, in the same processes one after the other; the bytes of the gradients are plain DDP's. The second is
@@ -173,14 +174,7 @@ def shrink_main(first: Path) -> None:
     torch.manual_seed(0)
     model = mini_vgg().eval()
     images = torch.rand(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split(64)
-    sent: list[int] = []
-    sum_ = Ranks.sum_
-
-    def counted_sum(self: Ranks, tensor: Tensor) -> None:
-        sent.append(tensor.nbytes)
-        sum_(self, tensor)
-
-    Ranks.sum_ = counted_sum  # type: ignore[method-assign]
+    summed, gathered = counted("sum_"), counted("stacked")
     started = time.process_time()
     rlsprune.shrink(model, list(images[rank::ranks]), target={"flops": 0.5})
     seconds = time.process_time() - started
@@ -190,10 +184,24 @@ def shrink_main(first: Path) -> None:
         alone, state = torch.load(first)
         apart = max(float((own - state[name]).abs().max()) for name, own in model.state_dict().items())
         print(
-            f"{ranks:5} {seconds:9.1f} {seconds / alone:11.2f} {sum(sent) / 2**20:9.0f} {len(sent):9} {apart:11.1e}",
+            f"{ranks:5} {seconds:9.1f} {seconds / alone:11.2f} {sum(summed) / 2**20:11.0f} "
+            f"{sum(gathered) / 2**20:13.0f} {len(summed) + len(gathered):9} {apart:11.1e}",
             flush=True,
         )
     dist.destroy_process_group()
+
+
+def counted(name: str) -> list[int]:
+    """Bytes of each message that this rank sends by a method of `Ranks`, from now on."""
+    sent: list[int] = []
+    send = getattr(Ranks, name)
+
+    def counting(self: Ranks, tensor: Tensor) -> Any:
+        sent.append(tensor.nbytes)
+        return send(self, tensor)
+
+    setattr(Ranks, name, counting)
+    return sent
 
 
 class Growth:
@@ -256,7 +264,7 @@ def main() -> None:
         start("event", options.ranks)
     if "shrink" in parts:
         print(f"shrink to half of the FLOPs, mini-VGG, {IMAGES} images")
-        print("ranks  shrink s  vs. 1 rank  ours MiB  messages  difference")
+        print("ranks  shrink s  vs. 1 rank  summed MiB  gathered MiB  messages  difference")
         with tempfile.TemporaryDirectory() as folder:
             start("shrink", options.ranks, folder)
 

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rlsprune
 from distributed.scenarios import normed, train
+from rlsprune.distributed.ranks import DisagreementError
+from rlsprune.graph import Group
 from rlsprune.io.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -158,6 +160,41 @@ def gathered_run() -> float:
         patch.setattr(DTensor, "full_tensor", watched)
         assert pruner.prune() is not None
     return max(most) / WIDTH**2
+
+
+def undone_run() -> dict[str, Any]:
+    """An event that ranks disagree on when they come to the last layer: what is left of it, and the next one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model[::2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    agreed, scored = False, []
+
+    def scores(group: Group) -> list[Tensor]:
+        scored.append((group.name, group.size, model[0].weight.shape[0]))
+        ranked = torch.arange(group.size, dtype=torch.float64)
+        return [-ranked if group.name == "2" and dist.get_rank() and not agreed else ranked]
+
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(2, 20), ratio=0.3, criterion=scores, patience=None)
+    train(model, optimizer, (20,), range(3))
+
+    def present() -> dict[str, Any]:
+        return {
+            "weights": whole(dict(model.named_parameters())),
+            "state": [whole(_tensors(optimizer.state[p])) for p in model.parameters()],
+        }
+
+    before = present()
+    with pytest.raises(DisagreementError) as error:
+        pruner.prune()
+    result = {"before": before, "after": present(), "said": str(error.value), "scored": list(scored)}
+    agreed = True
+    train(model, optimizer, (20,), range(3, 5))
+    event = pruner.prune()
+    assert event is not None
+    return {**result, "removed": event.removed}
 
 
 def pruned() -> tuple[nn.Module, rlsprune.RLS, rlsprune.Pruner]:

@@ -115,6 +115,7 @@ def equal_runs(folder: Path) -> dict[str, Any]:
         "fsdp": fsdp.divided_run(folder),
         "pruned": {name: fsdp.pruned_run(folder, *case) for name, case in fsdp.PRUNED.items()},
         "gathered": fsdp.gathered_run(),
+        "undone": fsdp.undone_run(),
         "messages": messages(),
         "checkpoint": fsdp.checkpointed_run(folder),
         "exit code": main([*OPTIONS, "--epochs", "3", "--threads", "1", "--out", str(folder / "run")]),

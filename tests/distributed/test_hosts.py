@@ -20,7 +20,8 @@ from distributed.test_kills import end, fit, results, run, task
 
 __all__ = ["task"]  # a fixture
 
-TIMEOUT = 20  # seconds in which a rank has to answer
+TIMEOUT = 20  # seconds in which a rank has to answer, where another is lost
+PATIENCE = 300  # and where none is: rank 0 writes and measures alone, on a machine that may be busy
 PORT = 29517
 
 
@@ -35,7 +36,7 @@ class Host:
         """A command of `ip` in the namespace."""
         subprocess.run(["ip", "-n", self.name, *words], check=True, capture_output=True)
 
-    def start(self, number: int, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    def start(self, number: int, arguments: list[str], log: Path, timeout: int) -> subprocess.Popen[bytes]:
         """One rank of a run of both hosts."""
         launcher = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1"]
         where = ["--master-addr=10.77.0.1", f"--master-port={PORT}"]
@@ -43,7 +44,7 @@ class Host:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": self.cable,
-            "RLSPRUNE_TIMEOUT": str(TIMEOUT),
+            "RLSPRUNE_TIMEOUT": str(timeout),
         }
         python = [sys.executable, "-m", "torch.distributed.run", *launcher, *where, "-m", "rlsprune", *arguments]
         with log.open("wb") as file:
@@ -89,8 +90,8 @@ def hosts() -> Iterator[list[Host]]:
             subprocess.run(["ip", "netns", "del", host.name], check=False, capture_output=True)
 
 
-def started(hosts: list[Host], arguments: list[str], logs: Path) -> list[subprocess.Popen[bytes]]:
-    return [host.start(number, arguments, logs / f"{number}.log") for number, host in enumerate(hosts)]
+def started(hosts: list[Host], arguments: list[str], logs: Path, timeout: int) -> list[subprocess.Popen[bytes]]:
+    return [host.start(number, arguments, logs / f"{number}.log", timeout) for number, host in enumerate(hosts)]
 
 
 def until_saved(folder: Path, processes: list[subprocess.Popen[bytes]], logs: Path) -> None:
@@ -102,8 +103,8 @@ def until_saved(folder: Path, processes: list[subprocess.Popen[bytes]], logs: Pa
 @pytest.mark.slow
 def test_two_hosts_do_what_two_processes_do(hosts: list[Host], task: Path, tmp_path: Path) -> None:
     run(2, *fit(task, "with_dropout", tmp_path / "one"))
-    for process in started(hosts, fit(task, "with_dropout", tmp_path / "two"), tmp_path):
-        assert process.wait(300) == 0, "".join(log.read_text() for log in sorted(tmp_path.glob("?.log")))
+    for process in started(hosts, fit(task, "with_dropout", tmp_path / "two"), tmp_path, PATIENCE):
+        assert process.wait(2 * PATIENCE) == 0, "".join(log.read_text() for log in sorted(tmp_path.glob("?.log")))
     assert results(tmp_path / "two") == results(tmp_path / "one")
 
 
@@ -112,7 +113,7 @@ def test_two_hosts_do_what_two_processes_do(hosts: list[Host], task: Path, tmp_p
 def test_what_is_left_goes_on(hosts: list[Host], task: Path, tmp_path: Path, trouble: str) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(1, *fit(task, "without", whole))
-    processes = started(hosts, fit(task, "without", broken), tmp_path)
+    processes = started(hosts, fit(task, "without", broken), tmp_path, TIMEOUT)
     until_saved(broken, processes, tmp_path)
     if trouble == "a host is gone":
         hosts[1].stop()

@@ -105,6 +105,15 @@ def test_an_event_gathers_one_tensor_after_the_other(two: Any) -> None:
         assert 1 <= rank["gathered"] <= 2.1
 
 
+def test_an_event_that_fails_leaves_a_divided_network_as_it_was(two: Any) -> None:
+    for rank in two:
+        run = rank["undone"]
+        assert "the ranks disagree on which channels of '2' go" in run["said"]
+        assert run["scored"][-1] == ("2", 16, 17), "24 channels of the first layer were 17 by then"
+        torch.testing.assert_close(run["after"], run["before"], rtol=0, atol=0)
+        assert {name: len(units) for name, units in run["removed"].items()} == {"input": 3, "0": 7, "2": 4}
+
+
 def test_a_step_is_one_message(two: Any) -> None:
     for rank in two:
         assert rank["messages"] == ["all_reduce"]
