@@ -13,8 +13,8 @@ import rlsprune
 from reference.factors import ReferenceFactors
 from reference.training import ReferenceRLS, closed_form_ridge, paper_loss
 from rlsprune.optim import factors
-from rlsprune.optim.entries import capacity, form_of, initial_entry, inverse_step
-from rlsprune.optim.factored import Factored
+from rlsprune.optim.entries import form_of, initial_entry, inverse_step
+from rlsprune.optim.factored import Factored, capacity
 from rlsprune.optim.forms import InverseState
 from rlsprune.statistics.inverse import inverses_of
 

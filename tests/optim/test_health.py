@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import rlsprune
 from reference.training import paper_loss
-from rlsprune.optim.entries import capacity
+from rlsprune.optim.factored import capacity
 from rlsprune.optim.faults import FaultWatch
 from rlsprune.optim.layer_step import WIND_UP_LIMIT
 from rlsprune.optim.team import Team

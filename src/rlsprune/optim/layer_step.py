@@ -109,20 +109,13 @@ class LayerStep:
         group, mean = layers[0].group, layers[0].mean
         inverse = inverse_step([[state[layer.weight][INVERSE] for layer in same] for same in sizes])
         look = inverse.look([joined([layer.mean for layer in same]) for same in sizes], group["mean_scale"])
-        gradient = inverse.meet(
-            [
-                _matrices(same, [joined([_gradient(p, mean.dtype) for p in every]) for every in _by_kind(same)])
-                for same in sizes
-            ]
-        )
+        gradient = inverse.meet([_gradients(same) for same in sizes])
         found = torch.stack([look.energy, look.energy, -look.excitation, gradient.abs()])
         sound = (found < _bounds(mean.dtype, mean.device)).flatten()
         if len(mean) > 1:
             sound = sound.view(-1, len(mean)).all(1)
-        named = [(layer.place, layer.group["name"]) for layer in layers]
-        return cls(
-            sizes, inverse, group["forgetting"] + look.excitation, [(partial(_faults, named, mean.dtype), sound)]
-        )
+        faults = partial(_faults, [(layer.place, layer.group["name"]) for layer in layers], mean.dtype)
+        return cls(sizes, inverse, group["forgetting"] + look.excitation, [(faults, sound)])
 
     @property
     def device(self) -> torch.device:
@@ -183,11 +176,14 @@ def _by_kind(layers: list[ReadyLayer]) -> list[tuple[Tensor, ...]]:
     return list(zip(*(layer.parameters for layer in layers), strict=True))
 
 
-def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient in the dtype of P; zero for a frozen parameter of a layer that is otherwise trained."""
-    if parameter.grad is None:
-        return torch.zeros_like(local(parameter), dtype=dtype)
-    return local(parameter.grad).to(dtype)
+def _gradients(layers: list[ReadyLayer]) -> Matrices:
+    """The gradients of layers of equal size, in the dtype of P; zero for a frozen parameter."""
+    dtype = layers[0].mean.dtype
+    parts = [
+        [torch.zeros_like(local(p), dtype=dtype) if p.grad is None else local(p.grad).to(dtype) for p in same]
+        for same in _by_kind(layers)
+    ]
+    return _matrices(layers, [joined(same) for same in parts])
 
 
 def _velocity(state: State, same: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

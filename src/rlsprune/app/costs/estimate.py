@@ -13,7 +13,8 @@ from torch import nn
 from rlsprune.app.costs.work import Work, event_work, shrink_work
 from rlsprune.model.arguments import check_argument
 from rlsprune.model.tensors import wait_for
-from rlsprune.optim.entries import capacity, entry_bytes, in_factors
+from rlsprune.optim.entries import entry_bytes, in_factors
+from rlsprune.optim.factored import capacity
 from rlsprune.optim.layers import divide
 
 __all__ = ["CostPlan", "LayerPlan", "Machine", "make_plan", "measure"]
