@@ -229,10 +229,33 @@ def test_heads_go_under_masks(masks: dict[str, torch.Tensor], need_weights: bool
     torch.testing.assert_close(model(**inputs), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_heads_that_may_look_at_nothing_go() -> None:
+    """The key and the value of zeros that they may look at belong to no layer."""
+    model, x = MaskedAttention(add_zero_attn=True), torch.rand(2, 5, 12)
+    graph = find_groups(model, x)
+    assert {group.name for group in graph if group.attention} == {"inner[heads]", "inner[keys]", "inner[values]"}
+    chosen = some_units(graph)
+    with zeroed(chosen, model), torch.no_grad():
+        wanted = model(x)
+    remove(model, graph, chosen)
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_heads_that_stay_have_a_reason() -> None:
-    graph = find_groups(MaskedAttention(add_zero_attn=True), torch.rand(2, 5, 12))
+    """What the heads make is given away: no layer reads it."""
+
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.head = nn.Linear(12, 36), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.qkv(x).view(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4)
+            return (query @ key.mT).softmax(-1) @ value + self.head(x[..., :5]).mean()
+
+    graph = find_groups(Unread(), torch.rand(2, 5, 12))
     assert not [group for group in graph if group.attention]
-    assert "no layer is known to read" in graph.skipped["inner[heads]"]
+    assert "no layer is known to read" in graph.skipped["qkv[heads]"]
 
 
 def test_errors_count_as_they_are_behind_a_layer_norm() -> None:

@@ -430,6 +430,112 @@ class WindowAttention(nn.Module):
         return self.proj(x).view(batch, tokens, -1)
 
 
+class FunctionalAttention(nn.Module):
+    """As torchvision has Swin: the weights of its layers in functions, the scale from the width of its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _functional_attention(
+            x, self.num_heads, self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias
+        )
+
+
+def _functional_attention(
+    x: Tensor, heads: int, qkv_weight: Tensor, qkv_bias: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:
+    batch, tokens, width = x.shape
+    qkv = functional.linear(x, qkv_weight, qkv_bias).reshape(batch, tokens, 3, heads, width // heads)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    weights = (query * (width // heads) ** -0.5 @ key.transpose(-2, -1)).softmax(-1)
+    return functional.linear((weights @ value).transpose(1, 2).reshape(batch, tokens, width), weight, bias)
+
+
+class CosineAttention(nn.Module):
+    """As Swin's second version has it: cosines, a scale for each head, and biases that a small network makes."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.scale = heads, nn.Parameter(torch.rand(heads, 1, 1) + 1)
+        self.positions = nn.Sequential(nn.Linear(1, 7), nn.ReLU(), nn.Linear(7, heads, bias=False))
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        query, key, value = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        place = torch.arange(tokens).to(x)
+        bias = self.positions((place[:, None] - place[None, :]).view(-1, 1)).view(tokens, tokens, -1).permute(2, 0, 1)
+        cosines = functional.normalize(query, dim=-1) @ functional.normalize(key, dim=-1).transpose(-2, -1)
+        weights = (cosines * self.scale + 2 * bias.sigmoid()).softmax(-1)
+        return self.proj((weights @ value).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class EinsteinAttention(nn.Module):
+    """As SAM has it: sums by ``einsum``, of queries with a table of positions too, heads in the batch dimension."""
+
+    def __init__(self, width: int, heads: int, tokens: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.table = nn.Parameter(torch.randn(tokens, tokens, width // heads))
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.reshape(3, batch * self.num_heads, tokens, -1).unbind(0)
+        scores = torch.einsum("bid,bjd->bij", query, key) + torch.einsum("bid,ijd->bij", query, self.table)
+        x = torch.einsum("bij,bjd->bid", scores.softmax(-1), value).view(batch, self.num_heads, tokens, -1)
+        return self.proj(x.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class PartlyTurnedAttention(nn.Module):
+    """As EVA has it: positions turn queries and keys of all tokens but the first, made with the values by one layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        query, key, value = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        angles = torch.linspace(0, 1, (tokens - 1) * self.head_dim).view(tokens - 1, self.head_dim).to(x)
+        x = functional.scaled_dot_product_attention(self._turned(query, angles), self._turned(key, angles), value)
+        return self.proj(x.transpose(1, 2).reshape(batch, tokens, -1))
+
+    @staticmethod
+    def _turned(x: Tensor, angles: Tensor) -> Tensor:
+        first, rest = x[:, :, :1], x[:, :, 1:]
+        turned = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).reshape(rest.shape)
+        return torch.cat([first, rest * angles.cos() + turned * angles.sin()], 2)
+
+
+class TurnedLinear(nn.Linear):
+    """As Falcon has it: a product with the weight turned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class OneKeyAttention(nn.Module):
+    """As Falcon has it: all queries share a key and a value, which are the last two heads of one layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv, self.dense = TurnedLinear(width, width + 2 * self.head_dim), TurnedLinear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, self.num_heads + 2, self.head_dim).transpose(1, 2)
+        query, key, value = qkv[:, :-2], qkv[:, [-2]], qkv[:, [-1]]
+        weights = (query @ key.transpose(-2, -1) / 2).softmax(-1)
+        return self.dense((weights @ value).transpose(1, 2).reshape(batch, tokens, self.num_heads * self.head_dim))
+
+
 class SeparateAttention(nn.Module):
     """As BERT has it: three layers, and attributes for all sizes."""
 
@@ -791,6 +897,36 @@ ZOO: dict[str, Specimen] = {
         lambda: Patches(12, WindowAttention(12, 3, 4)),
         _IMAGE,
         {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "functional-attention": Specimen(
+        lambda: Patches(12, FunctionalAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention[dims]": 4, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "cosine-attention": Specimen(
+        lambda: Patches(12, CosineAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.attention.positions.0": 7, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "einstein-attention": Specimen(
+        lambda: Patches(12, EinsteinAttention(12, 3, 16)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "partly-turned-attention": Specimen(
+        lambda: Patches(12, PartlyTurnedAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[heads]": 3, "block.fc1": 10},
+        ("patch", "head"),
+    ),
+    "one-key-attention": Specimen(
+        lambda: Patches(12, OneKeyAttention(12, 3)),
+        _IMAGE,
+        {"block.attention[queries]": 3, "block.attention[dims]": 4, "block.fc1": 10},
         ("patch", "head"),
     ),
     "bert": Specimen(

@@ -6,6 +6,7 @@ library. Modules that the network is calibrated on are not those that it is judg
 parameters: the embedding table stays as it is.
 
     python -m benchmarks.quality.sentences --folder FOLDER --record docs/results/sentences.json
+    python -m benchmarks.quality.sentences --folder FOLDER --record docs/results/sentences-fresh.json --fold 1
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ CALIBRATION, TEST, BATCH, TOKENS = 768, 1000, 32, 48
 Batch = dict[str, Tensor]
 
 
-def sentences() -> tuple[list[str], list[str]]:
-    """Sentences to calibrate on, and of other modules to judge by; the same again for the same Python."""
+def sentences(fold: int = 0) -> tuple[list[str], list[str]]:
+    """Sentences to calibrate on, and of other modules to judge by; the same again for the same Python.
+
+    Args:
+        fold: Which thousand of the latter. The first was also looked at to choose between variants, the second was not.
+    """
     found: tuple[dict[str, None], dict[str, None]] = ({}, {})
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
@@ -61,7 +66,7 @@ def sentences() -> tuple[list[str], list[str]]:
                 found[judged].update(dict.fromkeys(_split(ast.get_docstring(node) or "")))
     own, others = (sorted(part, key=lambda text: zlib.crc32(text.encode())) for part in found)
     seen = set(own)
-    return own[:CALIBRATION], [text for text in others if text not in seen][:TEST]
+    return own[:CALIBRATION], [text for text in others if text not in seen][fold * TEST :][:TEST]
 
 
 def _split(text: str) -> list[str]:
@@ -125,7 +130,7 @@ def _nearest(vectors: Tensor) -> Tensor:
     return (vectors @ vectors.T).fill_diagonal_(-1).argmax(1)
 
 
-def load_case(folder: Path) -> Case:
+def load_case(folder: Path, fold: int = 0) -> Case:
     """The network of the package, and both sets of sentences."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -139,7 +144,7 @@ def load_case(folder: Path) -> Case:
         made = [tokenizer(list(part), **options) for part in parts]
         return [{key: one[key] for key in ("input_ids", "attention_mask")} for one in made]
 
-    ours, others = sentences()
+    ours, others = sentences(fold)
     return Case(model, batches(ours), batches(others))
 
 
@@ -276,13 +281,15 @@ def main() -> None:
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of the encoder's parameters")
     parser.add_argument("--methods", help="names, with semicolons between; all if left out")
     parser.add_argument("--record", type=Path, help="a JSON file; rows that it has are not measured again")
+    parser.add_argument("--fold", type=int, default=0, help="which thousand of sentences judges")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    case = load_case(options.folder)
+    case = load_case(options.folder, options.fold)
     forms = ClosedForms(case)
     wanted = options.methods.split(";") if options.methods else list(METHODS)
     python = ".".join(map(str, sys.version_info[:3]))
     settings = {"python": python, "sentences": len(case.own), "tokens": TOKENS, "calibration": CALIBRATION}
+    settings |= {"fold": options.fold} if options.fold else {}
     record = Record(options.record, settings)
     for share in map(float, options.shares.split(",")):
         for name in wanted:

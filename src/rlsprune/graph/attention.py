@@ -12,6 +12,7 @@ from rlsprune.graph.family import Family, HeadUnit, find_families
 from rlsprune.graph.flow import Flow
 from rlsprune.graph.groups import Group
 from rlsprune.graph.heads import Attention, HeadSize
+from rlsprune.graph.layers import sides
 from rlsprune.graph.members import Axis, Member
 from rlsprune.graph.observe import Observation
 
@@ -36,6 +37,11 @@ class Candidate:
     """Attributes that may be the width of all heads, or that of the attention's input."""
     home: str | None = None
     """The module that computes it, if that knows how many heads it has."""
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the layer that makes the queries has inputs of its own: their number may be in the code."""
+        return "in" in sides(self.attention.queries.module)
 
     @property
     def dims(self) -> Group | None:

@@ -15,6 +15,7 @@ from rlsprune.graph.labelling import Labelling
 from rlsprune.graph.layers import unprunable
 from rlsprune.graph.members import Member
 from rlsprune.graph.observe import Call, Observation, RawInput, observe
+from rlsprune.graph.readers import uncalled_in_homes
 from rlsprune.graph.settle import settle_attention
 from rlsprune.graph.trace import trace_groups
 from rlsprune.graph.trial import CutTrial
@@ -23,6 +24,7 @@ from rlsprune.model.arguments import check_iterable, shown
 from rlsprune.model.attention import open_attention, opened
 from rlsprune.model.calls import ExampleInputs
 from rlsprune.model.demands import check_inputs, check_network
+from rlsprune.model.fitted import fit_views
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.modes import plain_attention, preserved
 
@@ -60,14 +62,17 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
         drafts, skipped = _beside(heads, *trace_groups(labelling, seen, ignored))
         found = [*inputs, *_in_order([*heads, *drafts], labelling.order)]
         groups, failed = verify_groups(trial, found, labelling.order)
-    return ChannelGraph(groups, {**raw, **skipped, **headless, **failed})
+    uncalled = uncalled_in_homes(groups, trial.uncalled, model.get_submodule)
+    return ChannelGraph(groups, {**raw, **skipped, **headless, **failed}, uncalled)
 
 
 def open_attention_of(graph: ChannelGraph) -> None:
-    """Opens every ``nn.MultiheadAttention`` whose heads can go, so that its output projection is called."""
+    """Opens every attention whose heads can go and whose output projection is not called, so that it is."""
     for member in (member for group in graph for member in group.producers):
         if isinstance(member.module, nn.MultiheadAttention):
             open_attention(member.module)
+    for module, layers in graph.uncalled.items():
+        fit_views(module, layers)
 
 
 def _attention(

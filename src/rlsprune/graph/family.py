@@ -8,7 +8,8 @@ from itertools import groupby
 
 from torch import nn
 
-from rlsprune.graph.flow import Contraction, Flow
+from rlsprune.graph.contractions import Contraction
+from rlsprune.graph.flow import Flow
 from rlsprune.graph.heads import HeadSize
 from rlsprune.graph.labels import EVERYTHING
 from rlsprune.graph.layers import unprunable
@@ -29,7 +30,8 @@ def find_families(flow: Flow, modules: Mapping[str, nn.Module]) -> Iterator[Fami
     def layers(one: Contraction) -> tuple[Axis, Axis]:
         return flow.slots[one.left[0]].axis, flow.slots[one.right[0]].axis
 
-    for axes, family in groupby(sorted(flow.contractions, key=lambda one: (one.left, one.right)), layers):
+    ordered = sorted(flow.contractions, key=lambda one: (layers(one), one.left, one.right))
+    for axes, family in groupby(ordered, layers):
         if flow.lone.keys().isdisjoint(axes):
             yield Family(flow, list(family), modules)
 
@@ -53,10 +55,10 @@ class Family:
     def __post_init__(self) -> None:
         queries = {slot for one in self.scores for slot in one.left}
         for axis, numbers in self.flow.reads.items():
-            mine = [bool(self.flow.labels[number].scores & queries) for number in numbers]
-            if any(mine):
+            mine = {not queries.isdisjoint(self.flow.labels[number].scores) for number in set(numbers)}
+            if True in mine:
                 self.readers[axis] = numbers
-                if not all(mine) or EVERYTHING in numbers:
+                if False in mine or EVERYTHING in numbers:
                     self.trouble = f"{axis[0]} reads its heads and other channels too"
         self.name = self._name()
         if self.trouble or not self.readers:
@@ -114,7 +116,7 @@ class Family:
 
     def axes(self) -> set[Axis]:
         """Sides of layers, and lone parameters, that its heads are made of."""
-        numbers = [number for numbers in self.readers.values() for number in numbers]
+        numbers = {number for numbers in self.readers.values() for number in numbers}
         labels = [self.flow.labels[number] for number in numbers]
         slots = {slot for label in labels for slot in label.direct | label.scores} - self.common
         return {self.flow.slots[slot].axis for slot in slots}
@@ -130,10 +132,16 @@ class Family:
                 node = parent[node]
             return node
 
+        kept = frozenset(self.common.union(without))
+        tied: set[frozenset[int]] = set()
         for axis, numbers in self.readers.items():
             for channel, number in enumerate(numbers):
                 label = self.flow.labels[number]
-                for slot in (label.direct | label.scores).difference(self.common, without):
+                scores = sorted(label.scores - kept)
+                # Behind all inputs of one head are the same scores: they are tied once.
+                more = scores[:1] if label.scores in tied else scores
+                tied.add(label.scores)
+                for slot in (*more, *(label.direct - kept)):
                     parent[find(slot)] = find((axis, channel))
         units: dict[_Node, HeadUnit] = {}
         for node in list(parent):

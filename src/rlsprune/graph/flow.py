@@ -16,41 +16,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from rlsprune.graph.contractions import Contraction, Products, Slot, merged_contractions
 from rlsprune.graph.function_names import CASTS, ELEMENTWISE, FILLING, MIXING, MOVING, REDUCING, bare_name, mixed_dims
-from rlsprune.graph.labels import EVERYTHING, NOTHING, Label, LabelSets, broadcast, is_constant
+from rlsprune.graph.labels import EVERYTHING, NOTHING, LabelSets
 from rlsprune.graph.layers import axis_of, join, sides
 from rlsprune.graph.members import Axis
 from rlsprune.graph.observe import Call
 from rlsprune.graph.sites import DROPOUTS
 from rlsprune.model.product import product_of
-from rlsprune.model.sizes import HEAD_SIZES, head_sizes
+from rlsprune.model.sizes import HEAD_SIZES, head_sizes, is_transposed_linear
+from rlsprune.model.tensors import tensors_in
 
-__all__ = ["Contraction", "Flow", "Slot", "follow_channels"]
+__all__ = ["Flow", "follow_channels"]
 
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
+_TURNS = {"t", "T", "mT", "transpose", "swapaxes", "swapdims"}
 _BIASED_PRODUCTS = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One channel of one side of one layer, or of a parameter that stands by itself."""
-
-    axis: Axis
-    channel: int
-
-
-@dataclass(frozen=True)
-class Contraction:
-    """What was multiplied and summed up to make one score: of one head."""
-
-    left: tuple[int, ...]
-    """Slots of the queries, ascending."""
-    right: tuple[int, ...]
-    """Slots of the keys."""
-    pairs: tuple[tuple[int, int], ...] | None
-    """Slots that met each other, one by one; None where an entry was made of several, as by a rotation."""
 
 
 @dataclass
@@ -76,7 +59,7 @@ def follow_channels(model: nn.Module, call: Call) -> Flow:
             model(*call.args, **call.kwargs)
     except Exception:
         watch.contractions.clear()
-    contractions = list(dict.fromkeys(watch.contractions))
+    contractions = merged_contractions(watch.contractions)
     return Flow(watch.labels, watch.slots, watch.lone, watch.reads, contractions, watch.biases)
 
 
@@ -85,7 +68,8 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.labels, self.slots, self.lone = LabelSets(), list[Slot](), dict[Axis, tuple[nn.Module, int]]()
         self.reads: dict[Axis, list[int]] = {}
-        self.contractions: list[Contraction] = []
+        self._products = Products(self.labels, self.slots, self.lone)
+        self.contractions = self._products.contractions
         self.biases: dict[int, list[int]] = {}
         self._starts: dict[Axis, int] = {}
         self._owners = {
@@ -94,6 +78,8 @@ class _Watch(TorchFunctionMode):
             for own, parameter in (*module._parameters.items(), *_beside_parameters(module))
             if parameter is not None
         }
+        self._turned = {own: found for own, found in self._owners.items() if is_transposed_linear(found[1])}
+        """Weights as (inputs, outputs): of layers that keep them so, and of others, turned."""
         # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -144,19 +130,21 @@ class _Watch(TorchFunctionMode):
         if func is Tensor.__setitem__:
             self._write(*args)
             return result
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tensors_in(result) if leaf.is_floating_point()]
+        read = tensors_in((args, kwargs))
         if not made or not any(self._followed(tensor) for tensor in read):
             return result
         try:
             labels = self._result(func, args, kwargs, result)
         except (RuntimeError, ValueError, TypeError, IndexError):
             labels = None  # a use of the function that is not known here
-        found = [] if labels is None else [leaf for leaf in tree_leaves(labels) if isinstance(leaf, Tensor)]
+        found = tensors_in(labels)
         if len(found) != len(made) or any(a.shape != b.shape for a, b in zip(found, made, strict=False)):
             found = [torch.full(tensor.shape, EVERYTHING) for tensor in made]
         for tensor, own in zip(made, found, strict=True):
             self._known[id(tensor)] = (tensor, own)
+        if bare_name(func) in _TURNS and read[0].dim() == 2 and id(read[0]) in self._owners:
+            self._turned[id(result)] = self._owners[id(read[0])]
         return result
 
     def _result(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -174,13 +162,16 @@ class _Watch(TorchFunctionMode):
         if func in _BIASED_PRODUCTS:
             given = [*args[1:], *(kwargs[name] for name in ("mat1", "batch1", "mat2", "batch2") if name in kwargs)]
             return self._product(given[0], given[1], result)
+        if name == "einsum":
+            equation, one, two = args if len(args) == 3 else (args[0], *args[1])
+            return self._products.of_einsum(equation, self._of(one), self._of(two))
         if name in FILLING:
             return _zeros(result)
         if name in MOVING:
             return func(*tree_map(self._moved, args), **tree_map(self._moved, kwargs))
         if name in ELEMENTWISE or func in DROPOUTS:
             own = args[:1] if name in CASTS else (args, kwargs)
-            parts = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)]
+            parts = tensors_in(own)
             return self.labels.elementwise(*(self._of(part) for part in parts if part.is_floating_point())).expand(
                 result.shape
             )
@@ -231,46 +222,13 @@ class _Watch(TorchFunctionMode):
         )
 
     def _product(self, left: Tensor, right: Tensor, result: Tensor) -> Tensor | None:
-        name, module, own = self._owners.get(id(right), ("", None, ""))
+        name, module, own = self._turned.get(id(right), ("", None, ""))
         if module is not None and own == "weight" and "in" in sides(module) and right.dim() == 2:
-            # Of a layer that keeps its weight as (inputs, outputs).
             self._read((name, "in"), self._of(left))
             return self._of(right)[0].expand(result.shape)
         if left.dim() < 2 or right.dim() < 2:
             return None
-        return self._matrix_product(self._of(left), self._of(right)).expand(result.shape)
-
-    def _matrix_product(self, left: Tensor, right: Tensor) -> Tensor:
-        if is_constant(left, -1) and is_constant(right, -2):
-            # What is summed over is no channels but places, tokens say: the left side says how much of each.
-            weights = self.labels.each(left[..., :1], self.labels.as_scores)
-            return self.labels.elementwise(weights, right[..., :1, :])
-        if not (is_constant(left, -2) and is_constant(right, -1)):
-            raise ValueError("a product of which every entry is made from other channels")
-        rows, columns = broadcast(left[..., 0, :], right[..., :, 0])
-        both = torch.stack([rows, columns], -1).reshape(-1, 2 * rows.shape[-1])
-        heads, back = torch.unique(both, dim=0, return_inverse=True)
-        found = torch.tensor([self._contract(head) for head in heads.tolist()], dtype=torch.long)
-        return found[back].view(*rows.shape[:-1], 1, 1).expand(*rows.shape[:-1], left.shape[-2], right.shape[-1])
-
-    def _contract(self, head: list[int]) -> int:
-        """The label of a score, from those of the entries that meet: of a query and of a key, in turns."""
-        if EVERYTHING in head:
-            return EVERYTHING
-        queries, keys = [self.labels[number] for number in head[::2]], [self.labels[number] for number in head[1::2]]
-        left, right = self._layers_of(queries), self._layers_of(keys)
-        rest = frozenset[int]().union(*(label.scores for label in queries + keys))
-        own = [(self._layers_of([q]), self._layers_of([k])) for q, k in zip(queries, keys, strict=True)]
-        alone = not rest and all(len(q) == len(k) == 1 for q, k in own)
-        pairs = tuple((q[0], k[0]) for q, k in own) if alone else None
-        if left and right:
-            self.contractions.append(Contraction(tuple(left), tuple(right), pairs))
-        return self.labels.of((), rest.union(*(label.direct for label in queries + keys)))
-
-    def _layers_of(self, labels: list[Label]) -> list[int]:
-        """The slots of layers, without those of lone parameters that scale them, say."""
-        direct = frozenset[int]().union(*(label.direct for label in labels))
-        return sorted(slot for slot in direct if self.slots[slot].axis not in self.lone) or sorted(direct)
+        return self._products.of_matrices(self._of(left), self._of(right)).expand(result.shape)
 
     def _attention(
         self,
@@ -287,10 +245,10 @@ class _Watch(TorchFunctionMode):
         if enable_gqa:
             repeats = queries.shape[-3] // keys.shape[-3]
             keys, values = (labels.repeat_interleave(repeats, -3) for labels in (keys, values))
-        scores = self._matrix_product(queries, keys.mT)
+        scores = self._products.of_matrices(queries, keys.mT)
         if attn_mask is not None and attn_mask.is_floating_point():
             scores = self.labels.elementwise(scores, self._of(attn_mask))
-        return self._matrix_product(self._mixed(scores, [-1]).expand(scores.shape), values)
+        return self._products.of_matrices(self._mixed(scores, [-1]).expand(scores.shape), values)
 
 
 def _beside_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:

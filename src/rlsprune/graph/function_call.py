@@ -41,7 +41,7 @@ class FunctionCall:
     """The channels that a convolution with this weight reads and makes; None for a weight of no known layer."""
     norm: Tensor | None
     """The channels of the normalisation that makes the call, if it is one."""
-    obstacle: str | None
+    obstacle: Callable[[], str | None]
     """Why the layer that makes the call cannot be cut, if it is one of a known kind."""
 
     def __getitem__(self, argument: str) -> Any:

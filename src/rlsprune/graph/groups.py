@@ -72,10 +72,17 @@ class ChannelGraph:
     Groups are immutable: ``shrink`` puts new ones in place of the old, so to undo it is to assign the old ``groups``.
     """
 
-    def __init__(self, groups: Sequence[Group], skipped: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        skipped: Mapping[str, str],
+        uncalled: Mapping[nn.Module, Sequence[str]] | None = None,
+    ) -> None:
         self.groups = tuple(groups)
         self.skipped = dict(skipped)
         """Name of what was left alone → why."""
+        self.uncalled = dict(uncalled or {})
+        """Module → names, in it, of layers that read heads in its functions, without being called."""
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups)
@@ -100,7 +107,8 @@ class ChannelGraph:
             attention = None if group.attention is None else group.attention.each_member(moved)
             return replace(_each_member(group, moved), attention=attention)
 
-        return ChannelGraph([of(group) for group in self.groups], self.skipped)
+        uncalled = {modules[module]: names for module, names in self.uncalled.items()}
+        return ChannelGraph([of(group) for group in self.groups], self.skipped, uncalled)
 
     def shrink(self, cuts: Cuts) -> None:
         """Renumber every group after a plan was carried out; without running the network again."""
@@ -131,7 +139,19 @@ def _renumber(group: Group, units: Tensor | None, stay: Mapping[Axis, Tensor]) -
         return renumbered(replace(member, index=member.index.index_select(0, keep)), stay)
 
     attention = None if group.attention is None else group.attention.renumbered(stay)
-    return replace(_each_member(group, moved), size=len(keep), attention=attention)
+    products = tuple(_met(one, other, stay) for one, other in group.products)
+    return replace(_each_member(replace(group, products=products), moved), size=len(keep), attention=attention)
+
+
+def _met(queries: Member, keys: Member, stay: Mapping[Axis, Tensor]) -> tuple[Member, Member]:
+    """What meets of queries and keys: where several queries share a key, those that go leave it alone."""
+    if queries.axis not in stay:
+        return queries, keys
+    left = stay[queries.axis][queries.index]
+    whole = left.all(1) | ~left.any(1)
+    if bool(whole.all()):
+        return queries, keys
+    return queries, replace(keys, index=keys.index[left].view(len(left), -1))
 
 
 def _each_member(group: Group, change: Callable[[Member], Member]) -> Group:

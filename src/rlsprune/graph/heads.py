@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from rlsprune.graph.layers import axis_of, join
 from rlsprune.graph.members import Axis, Member
 from rlsprune.model.sizes import FITTED
 
-__all__ = ["Attention", "HeadSize"]
+__all__ = ["Attention", "HeadSize", "Rescaled"]
+
+
+Rescaled = Literal["head_dim", "input"] | None
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,9 @@ class Attention:
     """Fewer heads, where several queries share one."""
     values: Member
     sizes: tuple[HeadSize, ...]
-    rescaled: bool = False
-    """Whether the scores are divided by the root of the width that is left: then queries are scaled to undo that."""
+    rescaled: Rescaled = None
+    """Whether the code divides scores by the root of a width that changes, so that queries are scaled to undo that: the
+    head's that is left, or that of the attention's input over the number of heads that are left."""
     fitted: str | None = None
     """The module whose code writes the width of its input where that of its heads stands."""
     biases: tuple[Member, ...] = ()
@@ -72,8 +77,8 @@ class Attention:
 
     def factors(self, stay: Mapping[Axis, Tensor]) -> dict[str, tuple[int, Tensor]]:
         """Name of a tensor → dimension, and what its entries along it that stay are multiplied by."""
-        width, left = self.queries.index.shape[1], self.counts(stay)["head_dim"]
-        if not self.rescaled or left == width:
+        width, left = self._divisor({}), self._divisor(stay)
+        if left == width:
             return {}
         member, kept = self.queries, stay[self.queries.axis]
         scale = torch.ones(len(kept), dtype=torch.float64)
@@ -88,6 +93,15 @@ class Attention:
             assert bias.dim is not None
             found[bias.name] = (bias.dim, torch.full((int(stay[bias.axis].sum()),), math.sqrt(left / width)))
         return found
+
+    def _divisor(self, stay: Mapping[Axis, Tensor]) -> int:
+        """By the root of which the code divides the scores, as far as that changes."""
+        counts, module = self.counts(stay), self.queries.module
+        if self.rescaled == "head_dim":
+            return counts["head_dim"]
+        if self.rescaled == "input":
+            return axis_of(module, "in").size // counts["heads"]
+        return 1
 
     def renumbered(self, stay: Mapping[Axis, Tensor]) -> Attention:
         """After that."""

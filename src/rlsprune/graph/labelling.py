@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rlsprune.graph.fields import Labelled, compact, placed, varying
 from rlsprune.graph.function_call import FunctionCall, UnknownFunctionError
@@ -20,6 +19,7 @@ from rlsprune.graph.recurrent import follow_recurrent
 from rlsprune.graph.rules import apply_rule
 from rlsprune.graph.slots import Slots
 from rlsprune.model.calls import output_tensors
+from rlsprune.model.tensors import tensors_in
 
 __all__ = ["Labelling"]
 
@@ -118,7 +118,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) in self._known]
+        read = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self._known]
         if read and not (self._within and isinstance(self._within[-1], nn.RNNBase)):
             for tensor in read:
                 owner = self._owners.get(id(tensor))
@@ -130,7 +130,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, read: list[Tensor]
     ) -> None:
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tensors_in(result)
         name = func._schema.name.partition("::")[2]
         if not results:
             return
@@ -150,7 +150,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_lone,
             lambda weight: self._filters.get(id(weight)),
             self._norm(module),
-            unprunable(module) if module is not None else None,
+            lambda: None if module is None else unprunable(module),
         )
         try:
             made = apply_rule(operation)

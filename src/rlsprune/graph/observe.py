@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune.model.calls import ExampleInputs, as_call, explained_run, output_tensors
+from rlsprune.model.tensors import tensors_in
 
 # Functions whose result holds the same features along its last dimension, or a flattened image's.
 _SAME_FEATURES = {
@@ -150,8 +151,8 @@ class _RawInputs(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) in self._raw]
-        if not touched or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        touched = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self._raw]
+        if not touched or not tensors_in(result):
             return result
         first = args[0] if args else kwargs.get("input")
         name = getattr(func, "__name__", str(func))

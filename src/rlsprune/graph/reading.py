@@ -67,8 +67,8 @@ def _read(
     elif read and by:
         operation.keep([*read, *by], "multiplies it with what other layers make, as attention does")
     elif not (by_weight and by) and not (read_weight and read):
-        why = operation.obstacle and f"cannot be cut: {operation.obstacle}"
-        operation.keep([*read, *by], why or "multiplies it with a matrix of fixed width")
+        why = operation.obstacle()
+        operation.keep([*read, *by], f"cannot be cut: {why}" if why else "multiplies it with a matrix of fixed width")
 
 
 def convolved(operation: FunctionCall) -> Labelled:

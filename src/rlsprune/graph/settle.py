@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rlsprune.graph.attention import Candidate
 from rlsprune.graph.groups import Group
+from rlsprune.graph.heads import Rescaled
 from rlsprune.graph.trial import CutTrial
 
 __all__ = ["settle_attention"]
@@ -36,7 +37,8 @@ class _Choice:
     """What was found out about one attention, for all that are alike."""
 
     def __init__(self, candidate: Candidate, trial: CutTrial) -> None:
-        self._fitted = self._outer = self._rescaled = False
+        self._fitted = self._outer = False
+        self._rescaled: Rescaled = None
         self._parts: list[str] = []
         self._failed: dict[str, str] = {}
         self._try_all(candidate, trial, fitted=False)
@@ -57,7 +59,9 @@ class _Choice:
         if part in self._parts or getattr(candidate, part) is None or (part in _INSIDE and "dims" in self._parts):
             return
         outer = (self._outer, True) if candidate.outer and not self._outer else (self._outer,)
-        scaled = (False, True) if part in ("keys", "dims") and not self._rescaled else (self._rescaled,)
+        scaled: tuple[Rescaled, ...] = (self._rescaled,)
+        if self._rescaled is None and (part in ("keys", "dims") or (fitted and candidate.reads_input)):
+            scaled = (None, "head_dim" if part in ("keys", "dims") else "input")
         for choice in itertools.product((fitted,), outer, scaled):
             fault = trial.fault([getattr(_with(candidate, *choice), part)], 0.0)
             if fault is None:
@@ -80,6 +84,6 @@ class _Choice:
         return groups, {f"{candidate.attention.name}[{part}]": why for part, why in parts.items()}
 
 
-def _with(candidate: Candidate, fitted: bool, outer: bool, rescaled: bool) -> Candidate:
+def _with(candidate: Candidate, fitted: bool, outer: bool, rescaled: Rescaled) -> Candidate:
     sizes = candidate.attention.sizes + (candidate.outer if outer else ())
     return candidate.with_attention(sizes=sizes, rescaled=rescaled, fitted=candidate.home if fitted else None)

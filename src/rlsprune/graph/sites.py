@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from rlsprune.model.calls import ExampleInputs, as_call, batch_size, output_tensors
 from rlsprune.model.product import product_of
+from rlsprune.model.tensors import tensors_in
 
 __all__ = ["Site", "find_sites", "is_sum", "layer_names", "norm_of"]
 
@@ -194,11 +194,11 @@ class _Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         reads = [self.node(tensor) for tensor in tensors]
         summing = is_sum(func, args, kwargs)
         result = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = tensors_in(result)
         if not made:
             return result
         nodes = [self._renew(tensor) for tensor in made]

@@ -79,10 +79,18 @@ class Slots:
     def units(self) -> dict[int, dict[Place, list[int]]]:
         """The sets: representative → place → channels, ascending."""
         found: dict[int, dict[Place, list[int]]] = {}
+        sets = self._representatives()
         for place, start in self.start.items():
-            for channel in range(self.sizes[place]):
-                found.setdefault(self.find(start + channel), {}).setdefault(place, []).append(channel)
+            for channel, representative in enumerate(sets[start : start + self.sizes[place]]):
+                found.setdefault(representative, {}).setdefault(place, []).append(channel)
         return found
+
+    def _representatives(self) -> list[int]:
+        """`find` of every slot."""
+        sets = torch.tensor(self.parent, dtype=torch.long)
+        while not torch.equal(further := sets[sets], sets):
+            sets = further
+        return sets.tolist()
 
     def reasons(self) -> dict[int, str]:
         """Representative of a set that has to stay → why."""

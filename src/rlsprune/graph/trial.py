@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from rlsprune.graph.cuts import plan_cuts
 from rlsprune.graph.groups import Group
 from rlsprune.graph.layers import axis_of, join
 from rlsprune.graph.observe import Call, hooked
+from rlsprune.graph.readers import at_readers, uncalled_readers, without_channels, zero_channels, zeroed
 from rlsprune.model.calls import output_tensors
 from rlsprune.model.sizes import write_sizes
-from rlsprune.model.tensors import complement
 
-__all__ = ["CutTrial", "Mismatch", "first_line", "zero_channels"]
+__all__ = ["CutTrial", "Mismatch", "first_line"]
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _SEED = 0
@@ -44,18 +42,29 @@ class CutTrial:
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.model = model
         self.runs = 0
-        self.layers = {module: name for name, module in model.named_modules() if not list(module.children())}
-        self.canonical = {id(tensor): name for name, tensor in _named_tensors(model, duplicates=False)}
-        self.places = {
-            f"{path}.{own}".lstrip("."): self.canonical[id(tensor)]
-            for path, module in model.named_modules()
-            for own, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        }
+        named = list(model.named_modules())
+        self.layers = {module: name for name, module in named if next(module.children(), None) is None}
+        self.canonical: dict[int, str] = {}
+        """Id of a parameter or buffer → the first of its names."""
+        self.places: dict[str, str] = {}
         """Where a module keeps a tensor, once for each module: its canonical name."""
-        metal = any(tensor.device.type == "mps" for _, tensor in _named_tensors(model, duplicates=False))
+        self._tensors: dict[str, Tensor] = {}
+        self._spots: list[tuple[dict[str, Tensor | None], str, str]] = []
+        for kind in ("_parameters", "_buffers"):
+            for path, module in named:
+                own: dict[str, Tensor | None] = getattr(module, kind)
+                for key, tensor in own.items():
+                    if tensor is not None:
+                        name = self.canonical.setdefault(id(tensor), join(path, key))
+                        self.places[join(path, key)] = name
+                        self._tensors.setdefault(name, tensor)
+                        self._spots.append((own, key, name))
+        self._recurrent = [module for module in self.layers if isinstance(module, nn.RNNBase)]
+        metal = any(tensor.device.type == "mps" for tensor in self._tensors.values())
         # Some networks insist on single precision somewhere in their forward; some overflow with random weights.
         self.obstacle: str | None = None
+        self.uncalled: set[nn.Module] = set()
+        """Layers that are not called."""
         for random in (True, False):
             for dtype in (torch.float32,) if metal else (torch.float64, torch.float32):
                 self._use(call, dtype, random)
@@ -67,6 +76,7 @@ class CutTrial:
         """Why nothing can be verified with the present weights; None if it can."""
         try:
             seen = self.run({})
+            self.uncalled = self.layers.keys() - seen.keys()
             finite = all(bool(tensor.isfinite().all()) for tensor in seen[_OUTPUT])
             self._difference(seen, seen, "channels")  # sparse outputs, say, cannot be compared
         except torch.OutOfMemoryError:
@@ -80,9 +90,9 @@ class CutTrial:
     def _use(self, call: Call, dtype: torch.dtype, random: bool) -> None:
         self.tolerance = _TOLERANCE[dtype]
         generator = torch.Generator().manual_seed(_SEED)
-        norms = {id(b) for m in self.model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
+        norms = {id(buffer) for m in self.layers if isinstance(m, _NormBase) for buffer in m._buffers.values()}
         self.state = {}
-        for name, tensor in _named_tensors(self.model, duplicates=False):
+        for name, tensor in self._tensors.items():
             if not tensor.is_floating_point():
                 continue
             if random and (isinstance(tensor, nn.Parameter) or id(tensor) in norms):
@@ -111,20 +121,16 @@ class CutTrial:
             count += 1 if 1 < count < group.size - 1 and (group.size - count) % 2 == 0 else 0
             chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
         cuts = plan_cuts(chosen)
-        tensors = dict(_named_tensors(self.model, duplicates=True))
-        state = {}
-        for name in cuts.tensors:
-            key = self.canonical[id(tensors[name])]
-            state[key] = cuts.cut(name, self.state[key])
+        state = {self.places[name]: cuts.cut(name, self.state[self.places[name]]) for name in cuts.tensors}
         what = "features" if all(group.is_input for group in groups) else "channels"
         inputs = [(group, units) for group, units in chosen if group.is_input]
         entered: list[nn.Module] = []
         try:
-            with _at_readers(chosen, zero_channels):
+            with at_readers(chosen, zero_channels):
                 whole = self.run(self._without_products(chosen))
             with (
                 _attributes(self.model, cuts.attributes),
-                _at_readers(inputs, _without_channels),
+                at_readers(inputs, without_channels),
                 hooked(self.layers, lambda module, _: entered.append(module)),
             ):
                 small = self.run(state)
@@ -136,7 +142,10 @@ class CutTrial:
         return self._difference(whole, small, what)
 
     def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
-        """Tensors with channels zeroed that no other layer reads: queries, by keys alone, and states, by their own."""
+        """Tensors with channels zeroed that no layer is called with: queries, by keys alone, and states, by their own.
+
+        The weight of a reader that is not called, but used in a function, has them zeroed on its side.
+        """
         state: dict[str, Tensor] = {}
         for member, units in [(m, units) for group, units in chosen for m in group.producers]:
             for slab in axis_of(member.module, "out").slabs if isinstance(member.module, nn.RNNBase) else ():
@@ -144,19 +153,20 @@ class CutTrial:
                     name = self.places[join(member.name, slab.tensor)]
                     whole = state.get(name, self.state[name])
                     own = slab.entries(member.index[units].flatten(), whole.shape[1])
-                    state[name] = _zeroed(whole, 1, own)
+                    state[name] = zeroed(whole, 1, own)
         for member, units in [(m, units) for g, units in chosen if g.products for m in g.carriers]:
             if member.dim is not None:
                 name = self.places[member.name]
-                state[name] = _zeroed(self.state[name], member.dim, member.index[units].flatten())
-        zeroed = [(member, member.index[units].flatten()) for group, units in chosen for member, _ in group.products]
-        for member, channels in zeroed:
+                state[name] = zeroed(self.state[name], member.dim, member.index[units].flatten())
+        members = [(member, units) for group, units in chosen for member, _ in group.products]
+        members += [(m, units) for group, units in chosen for m in uncalled_readers(group, self.uncalled)]
+        for member, channels in [(member, member.index[units].flatten()) for member, units in members]:
             for slab in axis_of(member.module, member.side).slabs:
                 tensor = member.module._parameters.get(slab.tensor)
                 if tensor is not None:
                     name = self.canonical[id(tensor)]
                     own = slab.entries(channels, tensor.shape[slab.dim])
-                    state[name] = _zeroed(state.get(name, self.state[name]), slab.dim, own)
+                    state[name] = zeroed(state.get(name, self.state[name]), slab.dim, own)
         return state
 
     def run(self, state: dict[str, Tensor]) -> dict[nn.Module | str, list[Tensor]]:
@@ -168,23 +178,34 @@ class CutTrial:
             seen.setdefault(module, []).extend(output_tensors(output))
 
         handles = [module.register_forward_hook(record) for module in self.layers]
-        recurrent = [(m, m._flat_weights) for m in self.layers if isinstance(m, nn.RNNBase)]
-        handles += [module.register_forward_pre_hook(_use_own_weights) for module, _ in recurrent]
         args, kwargs = self.inputs
         torch.manual_seed(_SEED)
         try:
-            with torch.no_grad():
-                used = self.state | state
-                used = {place: used[name] for place, name in self.places.items() if name in used}
-                # Ties are in the places already: functional_call's own would not put back a module with two names.
-                output = functional_call(self.model, used, args, kwargs, tie_weights=False)
+            with torch.no_grad(), self._holding(self.state | state):
+                output = self.model(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-            for module, weights in recurrent:
-                module._flat_weights = weights
         seen[_OUTPUT] = output_tensors(output)
         return seen
+
+    @contextmanager
+    def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """The network with other tensors, by their canonical names, in the places of its own."""
+        before = [(own, key, own[key]) for own, key, _ in self._spots]
+        lists = [(module, module._flat_weights) for module in self._recurrent]
+        try:
+            for own, key, name in self._spots:
+                if name in tensors:
+                    own[key] = tensors[name]
+            for module, _ in lists:  # a recurrent layer keeps its weights in a list, too
+                module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+            yield
+        finally:
+            for own, key, tensor in before:
+                own[key] = tensor
+            for module, weights in lists:
+                module._flat_weights = weights
 
     def _difference(
         self, whole: dict[nn.Module | str, list[Tensor]], small: dict[nn.Module | str, list[Tensor]], what: str
@@ -218,42 +239,6 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 @contextmanager
-def _at_readers(
-    chosen: Sequence[tuple[Group, Tensor]], change: Callable[[nn.Module, Tensor, Tensor], Tensor]
-) -> Iterator[None]:
-    """The network with the inputs of the layers that read these units changed."""
-    columns: dict[nn.Module, list[Tensor]] = {}
-    for group, units in chosen:
-        for member in group.consumers:
-            columns.setdefault(member.module, []).append(member.index[units].flatten())
-
-    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (change(module, inputs[0], torch.cat(columns[module])), *inputs[1:])
-
-    with hooked(columns, before):
-        yield
-
-
-def zero_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
-    """The input of a linear or convolutional layer with some of its channels zeroed."""
-    return _zeroed(tensor, _channel_dim(module), channels)
-
-
-def _zeroed(tensor: Tensor, dim: int, entries: Tensor) -> Tensor:
-    return tensor.index_fill(dim, entries.to(tensor.device), 0)
-
-
-def _without_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
-    dim = _channel_dim(module)
-    return tensor.index_select(dim, complement(tensor.shape[dim], channels.to(tensor.device)))
-
-
-def _channel_dim(module: nn.Module) -> int:
-    # Counted from the end, since the batch dimension may be missing.
-    return -1 - len(module.kernel_size) if isinstance(module, _ConvNd) else -1
-
-
-@contextmanager
 def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iterator[None]:
     changed = [(model.get_submodule(name), values) for name, values in attributes.items()]
     before = [(module, type(module), {name: vars(module)[name] for name in values if name in vars(module)})
@@ -269,12 +254,6 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
                 setattr(module, name, value)
 
 
-def _use_own_weights(module: nn.Module, _: Any) -> None:
-    """A recurrent layer keeps its weights in a list, too, which functional_call does not change."""
-    assert isinstance(module, nn.RNNBase)
-    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
-
-
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Weights that keep signals at their size; vectors (scales, variances, biases) positive, so that units live."""
     values = torch.rand(tensor.shape, generator=generator, dtype=dtype)
@@ -284,11 +263,6 @@ def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype)
         fan_in = max(1, tensor.numel() // tensor.shape[0])
         values = values.sub_(0.5).mul_((12 / fan_in) ** 0.5)
     return values.to(tensor.device)
-
-
-def _named_tensors(model: nn.Module, duplicates: bool) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=not duplicates)
-    yield from model.named_buffers(remove_duplicate=not duplicates)
 
 
 def first_line(error: Exception) -> str:

@@ -65,6 +65,8 @@ def explained_run(args: Sequence[Any], kwargs: Mapping[str, Any], what: str = "e
 
 def output_tensors(output: Any) -> list[Tensor]:
     """Every tensor in what a network returned."""
+    if isinstance(output, Tensor):
+        return [output]
     leaves: list[Any] = []
     for leaf in tree_leaves(output):
         if is_dataclass(leaf) and not isinstance(leaf, type):

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlsprune.model.calls import ExampleInputs, explained_run, unwrap
-from rlsprune.model.modes import evaluating, inference, plain_attention
+from rlsprune.model.calls import ExampleInputs, as_call, explained_run, unwrap
+from rlsprune.model.modes import evaluating, inference, plain_attention, preserved
 from rlsprune.model.sizes import is_transposed_linear
 
 __all__ = ["count", "flops_per_weight", "parameter_count", "weight_count", "weight_names"]
@@ -25,14 +25,17 @@ def count(model: nn.Module, example_inputs: ExampleInputs) -> tuple[int, int]:
     return parameter_count(model), sum(_flops(model, example_inputs)["Global"].values())
 
 
-def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, int] | None:
-    """How many FLOPs each weight of a linear or convolution layer takes, by the layer's name.
+def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> tuple[dict[str, int] | None, int]:
+    """How many FLOPs each weight of a linear or convolution layer takes, by the layer's name, and all FLOPs.
 
     The FLOPs of these layers are proportional to their weights, so this tells what the model costs when it has lost
-    some of its channels. None if other operations count too, or a layer is not a plain one.
+    some of its channels. None if other operations count too, or a layer is not a plain one. The model itself runs, not
+    a copy.
     """
-    counts = _flops(model, example_inputs)
-    root = type(unwrap(model)).__name__
+    args, kwargs = as_call(example_inputs)
+    with preserved(unwrap(model)), torch.no_grad():
+        counts = _flops_of(unwrap(model), args, kwargs)
+    root, every = type(unwrap(model)).__name__, sum(counts["Global"].values())
     rates: dict[str, int] = {}
     total = 0
     for name, module in unwrap(model).named_modules():
@@ -40,23 +43,22 @@ def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> dict[st
         if flops and (isinstance(module, nn.Linear | _ConvNd) or is_transposed_linear(module)):
             weight = module._parameters.get("weight")
             if weight is None:
-                return None  # it is computed from other parameters
+                return None, every  # it is computed from other parameters
             rates[name] = flops // weight.numel()
             total += rates[name] * weight.numel()
-    return rates if total == sum(counts["Global"].values()) else None
+    return rates if total == every else None, every
 
 
 def _flops(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, dict[Any, int]]:
-    """FLOPs by module and operation, from one run; ``"Global"`` has them all."""
+    """FLOPs by module and operation, from one run of a copy; ``"Global"`` has them all."""
+    with inference(model, example_inputs) as (plain, args, kwargs):
+        return _flops_of(plain, args, kwargs)
+
+
+def _flops_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, dict[Any, int]]:
     counter = FlopCounterMode(display=False)
-    with (
-        inference(model, example_inputs) as (plain, args, kwargs),
-        explained_run(args, kwargs),
-        _frozen(plain),
-        _plain_products(),
-        counter,
-    ):
-        plain(*args, **kwargs)
+    with explained_run(args, kwargs), _frozen(model), _plain_products(), counter:
+        model(*args, **kwargs)
     return {"Global": {}, **counter.get_flop_counts()}
 
 

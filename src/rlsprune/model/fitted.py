@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from rlsprune.model.tensors import replace_data
@@ -24,9 +25,12 @@ _VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
 class Fitted(nn.Module):
     """A base of classes that `fit_views` makes: the module's own class, its forward with views that fit."""
 
+    called_layers: tuple[str, ...] = ()
+    """Linear layers in it whose weights its code uses in functions: they are called instead, so that hooks see it."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes what the module's own class computes."""
-        with _FittingViews():
+        with _FittingViews([self.get_submodule(name) for name in self.called_layers]):
             return super().forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -35,6 +39,10 @@ class Fitted(nn.Module):
 
 
 class _FittingViews(TorchFunctionMode):
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._layers = {id(layer.weight): layer for layer in layers}
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -42,6 +50,11 @@ class _FittingViews(TorchFunctionMode):
             sizes = args[1:] if isinstance(args[1], int) else args[1]
             if isinstance(sizes, Sequence) and not _fits(args[0], sizes):
                 args = (args[0], (*sizes[:-1], -1))
+        if func is F.linear and self._layers:
+            layer = self._layers.get(id(args[1] if len(args) > 1 else (kwargs or {}).get("weight")))
+            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+            if layer is not None and bias is layer.bias:
+                return layer(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -49,13 +62,19 @@ def _fits(tensor: Tensor, sizes: Sequence[int]) -> bool:
     return any(size == -1 for size in sizes) or math.prod(sizes) == tensor.numel()
 
 
-def fit_views(module: nn.Module) -> None:
+def fit_views(module: nn.Module, called_layers: Sequence[str] = ()) -> None:
     """Changes the module's class, so that names, parameters and hooks stay; its constants become as long as they are.
 
     A vector of equal entries that no file has, the bias of BEiT's keys, gets the length of the parameters beside it.
+
+    Args:
+        module: In place.
+        called_layers: Names, in the module, of layers to be called where its code uses their weights in a function.
     """
     if not isinstance(module, Fitted):
         module.__class__ = _fitted(type(module))
+    if called_layers:
+        vars(module)["called_layers"] = tuple(called_layers)
     lengths = {len(own) for own in module._parameters.values() if own is not None and own.dim() == 1}
     buffers = [module._buffers[name] for name in module._non_persistent_buffers_set]
     for buffer in buffers if len(lengths) == 1 else ():

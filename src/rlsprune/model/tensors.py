@@ -12,6 +12,15 @@ from torch import Tensor, nn
 from torch.amp import is_autocast_available
 
 
+def tensors_in(values: object) -> list[Tensor]:
+    """Every tensor in the arguments or the results of a function: in lists, tuples and dicts, as torch's take them."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    return [leaf for value in values for leaf in tensors_in(value)] if isinstance(values, list | tuple) else []
+
+
 def complement(size: int, gone: Tensor) -> Tensor:
     """The indices below ``size`` that are not in ``gone``, ascending."""
     mask = torch.ones(size, dtype=torch.bool, device=gone.device)

@@ -18,8 +18,9 @@ class Budget:
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Mapping[str, float]) -> None:
         self._model, self._example_inputs, self._target = model, example_inputs, target
-        self._rates = flops_per_weight(measurable(model), example_inputs)
-        self.original = {what: self._cost(what) for what in {"params": 0, "flops": 0, **target}}
+        self._rates, flops = flops_per_weight(measurable(model), example_inputs)
+        self.original: dict[str, float] = {"params": parameter_count(model), "flops": flops}
+        self.original |= {what: self._cost(what) for what in target if what not in self.original}
         """What the whole network costs."""
 
     def costs(self) -> dict[str, int]:
