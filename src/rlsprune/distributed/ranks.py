@@ -75,10 +75,10 @@ class Ranks:
 
     def stacked(self, tensor: Tensor) -> Tensor:
         """Every rank's tensor, all of one shape and dtype, in a new first dimension: one message."""
-        everyone = tensor.new_empty(self.size * tensor.numel())
+        everyone = tensor.new_empty(self.size, *tensor.shape)
         with self._meeting("rows"):
-            dist.all_gather_into_tensor(everyone, tensor.reshape(-1), group=self.group)
-        return everyone.view(self.size, *tensor.shape)
+            dist.all_gather(list(everyone.unbind()), tensor.contiguous(), group=self.group)
+        return everyone
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, of any kind that can be pickled, in the order of the ranks."""
