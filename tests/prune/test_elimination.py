@@ -164,6 +164,20 @@ def test_widths_are_the_best_of_all_that_meet_the_goal() -> None:
         assert found <= 1.35 * best + 1e-9, goal
 
 
+def test_no_more_goes_than_the_goal_asks_for_where_errors_do_not_grow() -> None:
+    model = nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+    groups = [group for group in find_groups(model, torch.randn(2, 3)) if not group.is_input]
+    costs = Costs({name: float(p.numel()) for name, p in model.named_parameters()}, groups)
+    curves = {group.name: Curve(list(range(group.size)), [0.0] + [1.0] * (group.size - 1)) for group in groups}
+    goal = 0.7 * costs.without({})
+    gone = choose_widths(curves, groups, costs, goal, least=1, round_to=1)
+    shares = {group.name: gone[group.name] / group.size for group in groups}
+    assert costs.without(shares) <= goal
+    for group in groups:
+        if gone[group.name]:
+            assert costs.without({**shares, group.name: shares[group.name] - 1 / group.size}) > goal
+
+
 def test_widths_keep_multiples_and_a_goal_out_of_reach_takes_all_that_may_go() -> None:
     model = nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
     groups = [group for group in find_groups(model, torch.randn(2, 3)) if not group.is_input]

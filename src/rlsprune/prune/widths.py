@@ -94,7 +94,7 @@ def _given_back(choices: Sequence[_Choices], found: Sequence[int], costs: Costs,
     while True:
         shares = _shares(choices, found)
         left = goal - costs.without(shares)
-        best, worth = -1, 0.0
+        best, worth = -1, -1.0  # a unit that costs nothing stays, too: no more goes than was asked for
         for number, choice in enumerate(choices):
             if not found[number]:
                 continue
