@@ -43,6 +43,8 @@ from rlsprune.reconstruction.norms import make_consistent
 from rlsprune.reconstruction.rebuild import rebuild
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 
+INNER = (".conv1", "._expand_conv", "._depthwise_conv")
+"""How the names of the layers end whose channels no residual sum reads."""
 FRONT = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
 
@@ -93,7 +95,7 @@ def rival(
             model = copy.deepcopy(case.model)
             for own, other in zip(model.parameters(), taught.parameters(), strict=True):
                 own.grad = None if other.grad is None else other.grad.clone()
-            inner = {module for name, module in model.named_modules() if name.endswith((".conv1", "._expand_conv"))}
+            inner = {module for name, module in model.named_modules() if name.endswith(INNER)}
             kept = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear) and m not in inner]
             pruner = torch_pruning.pruner.BasePruner(
                 model,
