@@ -72,8 +72,8 @@ class Operation:
         # Last: an error before it leaves no hook behind.
         self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
         alone = network.ranks is None and not network.divided
-        refitted = sampled and settings.compensate and alone and has_batch_norms(network.model)
-        self._recent = RecentInputs(network.model) if refitted else None
+        refitted = settings.compensate and alone and has_batch_norms(network.model)
+        self._recent = RecentInputs(network.model, self._sample.watches) if self._sample and refitted else None
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
@@ -298,8 +298,7 @@ class Operation:
             reason = "statistics='training'" if self.settings.needs_inverse else "no P is needed for its settings"
             raise ValueError(f"calibrate() gathers exact statistics, which are not used here ({reason}): leave it out")
         check_iterable("batches", batches, "give a list of batches or a DataLoader")
-        watching = contextlib.nullcontext() if self._recent is None else self._recent.everything()
-        with self._sample.everything(), watching, shown_progress() as tell:
+        with self._sample.everything(), shown_progress() as tell:
             seen = evaluate(self.network.model, watched(batches, "calibrating", tell), self._example_inputs)
         if not seen:
             raise ValueError("calibrate was given no batch: give it some batches of inputs")
@@ -311,7 +310,6 @@ class Operation:
             self._sample.active = active
         if self._recent is not None:
             self._recent.clear()
-            self._recent.active = active
 
     def close(self) -> None:
         """Removes the hooks from the model; no event can be made after that."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,33 +23,23 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 class RecentInputs:
-    """What the last training forwards were called with, at most so many inputs.
+    """What the last forwards that count were called with, at most so many inputs.
 
     Args:
         model: The network. It is watched by a hook, which compiled code skips.
+        counts: Whether a forward that the network is about to make counts.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, counts: Callable[[nn.Module], bool]) -> None:
         self._calls: deque[ExampleInputs] = deque()
         self._usable = True
-        self._everything = False
-        self.active = True
-        """Whether training forwards are watched at all."""
+        self._counts = counts
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
 
     def clear(self) -> None:
         """Forgets the inputs."""
         self._calls.clear()
         self._usable = True
-
-    @contextmanager
-    def everything(self) -> Iterator[None]:
-        """Within it, evaluation forwards and forwards without gradients count too."""
-        before, self._everything = self._everything, True
-        try:
-            yield
-        finally:
-            self._everything = before
 
     def close(self) -> None:
         """Removes the hook from the model."""
@@ -66,7 +55,7 @@ class RecentInputs:
 
     def observe(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a forward of the network."""
-        if not self._everything and not (self.active and model.training and torch.is_grad_enabled()):
+        if not self._counts(model):
             return
         call: ExampleInputs = kwargs or args
         leaves = tree_leaves(call)

@@ -123,6 +123,10 @@ class InputStatistics:
         finally:
             self._everything = before
 
+    def watches(self, module: nn.Module, compiled: bool = False) -> bool:
+        """Whether a forward of the module counts now; of compiled code, only forwards with gradients are told of."""
+        return self._everything or (self.active and module.training and (compiled or torch.is_grad_enabled()))
+
     def close(self) -> None:
         """Removes the hooks from the model."""
         for handle in self._handles:
@@ -130,7 +134,7 @@ class InputStatistics:
 
     def observe(self, name: str, layer: Layer, inputs: Tensor, compiled: bool = False) -> None:
         """Called after a forward of a layer; from compiled code, which has seen to it that gradients are wanted."""
-        if self._everything or (self.active and layer.training and (compiled or torch.is_grad_enabled())):
+        if self.watches(layer, compiled):
             with torch.no_grad(), full_precision(inputs.device):
                 self._collectors[name].add(layer, inputs.detach(), _MANY_ROWS if self._everything else _BATCH_ROWS)
 
