@@ -251,7 +251,7 @@ def test_the_last_training_inputs_are_kept_and_no_more(monkeypatch: pytest.Monke
     for given in batches:
         model(given)
         given.fill_(-1)  # a loader may use its memory again
-    assert [float(call[0, 0]) for call in kept(inputs)] == [3, 4, 5]
+    assert [float(call[0, 0]) for call in kept(inputs)] == [4, 5]
     model(torch.full((64, 2), 7.0))
     assert [tuple(call.shape) for call in kept(inputs)] == [(10, 2)]
     inputs.clear()
@@ -269,12 +269,12 @@ def test_the_last_training_inputs_are_kept_and_no_more(monkeypatch: pytest.Monke
 
 
 def test_memory_is_bounded_whatever_an_input_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "_ENTRIES", 1000)
+    monkeypatch.setattr(recent, "_BYTES", 4000)
     model = nn.Linear(100, 2)
     inputs = RecentInputs(model, lambda model: True)
     for _ in range(4):
         model(torch.rand(8, 100))
-    assert sum(call.numel() for call in kept(inputs)) <= 2 * 1000
+    assert 0 < sum(call.nbytes for call in kept(inputs)) <= 4000
 
 
 def test_calls_that_cannot_be_made_again_are_not_kept() -> None:
@@ -303,3 +303,92 @@ def test_networks_without_batch_norms_keep_no_inputs() -> None:
             assert (pruner._operation._recent is not None) == (keeps and allowed)
             pruner.close()
             assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("options", [{"input_ratio": 0}, {"ratio": {"0": 0.3}}], ids=["input_ratio", "mapping"])
+def test_flat_inputs_that_are_left_alone_stay(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, torch.randn(1, 8), **{"ratio": 0.3, **options})
+    pruner.calibrate([torch.randn(64, 8)])
+    event = pruner.prune()
+    assert event is not None
+    assert {name: len(units) for name, units in event.removed.items()} == {"0": 6}
+
+
+class OnGraphs(nn.Module):
+    """Nodes, and edges that name them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.head = nn.Linear(4, 12), nn.BatchNorm1d(12), nn.Linear(12, 2)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        outputs = self.head(self.norm(self.first(nodes)).relu())
+        return outputs.index_add(0, edges[1], outputs[edges[0]])
+
+
+def test_calls_of_which_no_part_can_be_taken_are_refitted_layer_by_layer() -> None:
+    model = OnGraphs()
+    call = torch.randn(700, 4), torch.randint(700, (2, 900))
+    pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), call, ratio=0.3)
+    for _ in range(2):
+        model(*call).square().mean().backward()
+    event = pruner.prune()
+    assert event is not None
+    assert model.first.out_features == 9
+
+
+def test_inputs_are_kept_before_hooks_of_the_user_and_empty_batches_are_not() -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    inputs = RecentInputs(model, lambda module: True)
+    model(torch.zeros(4, 3))
+    model.eval()(torch.zeros(0, 3))
+    assert [tensor.tolist() for tensor in kept(inputs)] == [torch.zeros(4, 3).tolist()]
+
+
+class Noisy(Residual):
+    """Counts its forwards, and draws noise in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x + 1e-3 * torch.randn_like(x))
+
+
+def test_a_preview_draws_no_random_numbers_and_writes_to_no_buffer() -> None:
+    model = Noisy()
+    pruner = rlsprune.Pruner(model, trained(model), batch(0, 1), ratio=0.3)
+    pruner.calibrate([batch(seed) for seed in range(4)])
+    forwards, state = model.forwards.item(), torch.get_rng_state()
+    assert pruner.preview() is not None
+    assert model.forwards.item() == forwards
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_copy_that_does_not_run_on_the_inputs_does_not_spoil_the_network() -> None:
+    weights = []
+    for dtype in (torch.float32, torch.float64):
+        model = Residual()
+        optimizer = trained(model)
+        pruner = rlsprune.Pruner(model, optimizer, batch(0, 1), ratio=0.3)
+        pruner.follow(AveragedModel(model).to(dtype))
+        pruner.calibrate([batch(seed) for seed in range(4)])
+        pruner.prune()
+        weights.append(model.head.weight.detach().clone())
+    torch.testing.assert_close(weights[1], weights[0])
+
+
+def test_inputs_that_are_not_finite_are_told_by_layer() -> None:
+    model = Residual()
+    optimizer = trained(model)
+    pruner = rlsprune.Pruner(model, optimizer, batch(0, 1), ratio=0.3)
+    model(batch(0).fill_(float("nan"))).sum().backward()
+    with pytest.raises(FloatingPointError, match=r"the input of layer '\w+' is not finite"):
+        pruner.prune()

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from rlsprune.model.calls import ExampleInputs, as_call, batch_size, output_tensors
+from rlsprune.model.calls import ExampleInputs, as_call, batch_size, explained_run, output_tensors
 from rlsprune.model.product import product_of
 from rlsprune.model.tensors import tensors_in
 
@@ -74,7 +74,7 @@ def find_sites(model: nn.Module, example_inputs: ExampleInputs) -> dict[tuple[st
     """Runs the network once, in the mode it is in, and finds what follows each call of a layer, in call order."""
     trace = _Trace(model, batch_size(example_inputs))
     args, kwargs = as_call(example_inputs)
-    with torch.no_grad(), trace:
+    with torch.no_grad(), explained_run(args, kwargs, "a batch"), trace:
         output = model(*args, **kwargs)
     for tensor in output_tensors(output):
         trace.readers.setdefault(trace.node(tensor), []).append(None)

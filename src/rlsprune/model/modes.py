@@ -17,8 +17,10 @@ from rlsprune.model.tensors import replace_data
 __all__ = [
     "evaluate",
     "evaluating",
+    "forked_random_state",
     "full_precision",
     "inference",
+    "kept_buffers",
     "plain_attention",
     "preserved",
     "refuse_inference_mode",
@@ -70,14 +72,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     compiled = [module._compiled_call_impl for module in modules]
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     wanted_grad = [parameter.requires_grad for parameter in parameters]
-    buffers = [
-        (module, name, buffer, buffer._version, buffer.clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_forked_random_state(model))
+        stack.enter_context(forked_random_state(model))
+        stack.enter_context(kept_buffers(modules))
         stack.enter_context(torch.enable_grad())
         try:
             for module in modules:
@@ -96,12 +93,27 @@ def preserved(model: nn.Module) -> Iterator[None]:
                     del module._forward_hooks[key]
             for parameter, flag in zip(parameters, wanted_grad, strict=True):
                 parameter.requires_grad_(flag)
-            for module, name, buffer, version, values in buffers:
-                module._buffers[name] = buffer
-                # Fused kernels, such as that of fake quantisation, write without counting it as a version.
-                if buffer.shape != values.shape:
-                    replace_data(buffer, values)
-                elif buffer._version != version or not torch.equal(buffer, values):
+
+
+@contextlib.contextmanager
+def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restores the modules' own buffers, whatever the block writes to them."""
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, version, values in buffers:
+            module._buffers[name] = buffer
+            # Fused kernels, such as that of fake quantisation, write without counting it as a version.
+            if buffer.shape != values.shape:
+                replace_data(buffer, values)
+            elif buffer._version != version or not torch.equal(buffer, values):
+                with torch.no_grad():
                     buffer.copy_(values)
 
 
@@ -168,7 +180,8 @@ def plain_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forked_random_state(model: nn.Module) -> Iterator[None]:
+def forked_random_state(model: nn.Module) -> Iterator[None]:
+    """Restores the random numbers of the CPU and of the model's devices."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

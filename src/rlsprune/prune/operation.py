@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsprune.graph import Group, plan_cuts
+from rlsprune.graph import ChannelGraph, Group, plan_cuts
 from rlsprune.model.arguments import check_iterable, one_number
 from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
@@ -147,7 +147,8 @@ class Operation:
             if original is None or not by_curves:
                 return self._cut(smaller, inverses)
             planned = original.plan(smaller, tensors, settings.round_to or self._free_multiple)
-            return self._cut_planned(planned, smaller, inverses) | self._cut(self._inputs_alone(smaller), inverses)
+            removed = self._cut_planned(planned, smaller, inverses)
+            return removed | self._cut(self._inputs_alone(smaller), inverses) if self.prunes_inputs() else removed
 
         removed, share = attempt(1.0), 1.0
         if removed and aims and self.budget.reached():
@@ -178,8 +179,8 @@ class Operation:
 
     def _inputs_alone(self, settings: Settings) -> Settings:
         """The settings of an event that removes input features only: the rest of the network is small enough."""
-        groups = [group for group in self.network.graph if group.is_input]
-        return settings.shared_out({group.name: settings.ratio_of(group) for group in groups})
+        ratios = {group.name: settings.ratio_of(group) for group in self.network.graph if group.is_input}
+        return settings.shared_out({name: ratio for name, ratio in ratios.items() if ratio})
 
     def _allocated(
         self, source: InverseOf, held_out_loss: HeldOutLoss, before: float, undo: Callable[[], None]
@@ -210,9 +211,8 @@ class Operation:
         """
         graph, score = self.network.graph, criterion(settings.criterion, inverses)
         removed: dict[str, list[int]] = {}
-        readers = {group.name: {member.name for member in group.consumers} for group in graph}
         with torch.no_grad():
-            for name in [group.name for group in graph]:
+            for name, done in _last_readers(graph).items():
                 left = list(range(graph[name].size))
                 for choice in rounds(graph[name], settings, self._free_multiple):
                     stop_if_interrupted()
@@ -223,7 +223,7 @@ class Operation:
                         self._remove(group, units, settings, inverses)
                         removed.setdefault(name, []).extend(left[unit] for unit in units)
                         left = [left[unit] for unit in complement(group.size, torch.tensor(units)).tolist()]
-                for layer in readers.pop(name).difference(*readers.values()):
+                for layer in done:
                     inverses.forget(layer)
         return {name: sorted(units) for name, units in removed.items()}
 
@@ -231,10 +231,15 @@ class Operation:
         self, planned: Mapping[str, list[int]], settings: Settings, inverses: KnownInverses
     ) -> dict[str, list[int]]:
         """Prunes units that are chosen already. Not undone on errors."""
+        graph = self.network.graph
+        read_inputs = {member.name for group in graph if group.is_input for member in group.consumers}
         with torch.no_grad():
-            for name, units in planned.items():
+            for name, done in _last_readers(graph).items():
                 stop_if_interrupted()
-                self._remove(self.network.graph[name], units, settings, inverses)
+                if name in planned:
+                    self._remove(graph[name], planned[name], settings, inverses)
+                for layer in done - read_inputs:
+                    inverses.forget(layer)
         return dict(planned)
 
     def _remove(self, group: Group, units: list[int], settings: Settings, inverses: KnownInverses) -> None:
@@ -273,7 +278,9 @@ class Operation:
         try:
             original = Original(self.network, batches)
             return original if not choosing or original.curves else None
-        except ValueError:  # it cannot be copied, or calls other layers for other inputs
+        except (ValueError, FloatingPointError):
+            # It cannot be copied, does not run on a part of a batch, or calls other layers for other inputs. What is
+            # not finite is told layer by layer.
             return None
 
     # --- where P comes from -------------------------------------------------------------------------------------------
@@ -340,6 +347,12 @@ class Operation:
     def prunes_inputs(self) -> bool:
         """Whether features of the input may go."""
         return any(group.is_input and self.settings.ratio_of(group) for group in self.network.graph)
+
+
+def _last_readers(graph: ChannelGraph) -> dict[str, set[str]]:
+    """Name of a group, in order → the layers that read it and none of the groups after it."""
+    readers = {group.name: {member.name for member in group.consumers} for group in graph}
+    return {name: readers.pop(name).difference(*readers.values()) for name in list(readers)}
 
 
 def _boundary(holds: Callable[[float], bool], share: float) -> tuple[float, float]:

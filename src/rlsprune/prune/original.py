@@ -1,7 +1,7 @@
 """The network as it is before an event: what can go from it, and what the smaller one is refitted to.
 
-For networks with batch norms, of which `rlsprune.shrink` is the model: a channel's worth and a layer's refit are asked
-of the inputs that the network has just seen.
+Events of networks with batch norms are made as `rlsprune.shrink` cuts: the inputs that the network has just seen tell
+what a channel is worth, and what every layer is refitted to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlsprune.graph import Group, plan_cuts
 from rlsprune.graph.sites import find_sites
 from rlsprune.model.calls import bare_copy
 from rlsprune.model.interrupts import stop_if_interrupted
-from rlsprune.model.modes import evaluating
+from rlsprune.model.modes import evaluating, forked_random_state, kept_buffers
 from rlsprune.prune.allocation import Costs, most_gone
 from rlsprune.prune.choice import find_curves
 from rlsprune.prune.elimination import Curve
@@ -53,7 +53,7 @@ class Original:
         self._wholes = [bare_copy(model).eval() for model in network.models]
         whole = self._wholes[0]
         self._graph = network.graph.moved_to(dict(zip(network.model.modules(), whole.modules(), strict=True)))
-        with evaluating(whole):
+        with forked_random_state(whole), evaluating(whole):
             self._sites = find_sites(whole, batches.calls[0])
 
     @cached_property
@@ -63,11 +63,11 @@ class Original:
         Raises:
             ValueError: The network calls other layers for other inputs, or its numbers are not finite.
         """
-        with evaluating(self._wholes[0]):
-            found = find_curves(
-                self._wholes[0], self._graph, self._sites, self._batches, {}, lambda *_: stop_if_interrupted()
-            )
-        return found.curves
+        whole = self._wholes[0]
+        with forked_random_state(whole), evaluating(whole):
+            return find_curves(
+                whole, self._graph, self._sites, self._batches, {}, lambda *_: stop_if_interrupted()
+            ).curves
 
     def plan(self, settings: Settings, tensors: Mapping[str, float], multiple: int) -> dict[str, list[int]]:
         """The units that go, so that as much is saved as by ξ of every group, where that costs least.
@@ -93,21 +93,22 @@ class Original:
     def refit(self, removed: Mapping[str, Sequence[int]]) -> None:
         """Refits what is left after a cut, layer by layer, and its batch norms.
 
-        A network that calls other layers for other inputs is left as it is.
+        A network or copy that does not run on these inputs, or calls other layers for other inputs, is left as it is.
 
         Args:
             removed: Name of a group → its units that went, numbered as before the event.
         """
         kept = plan_cuts([(self._graph[name], units) for name, units in removed.items()]).outputs
-        snapshots = self._network.snapshots(copy=False)
-        try:
-            for whole, cut in zip(self._wholes, self._network.models, strict=True):
-                with evaluating(cut):
-                    rebuild(whole, cut, self._sites, kept, self._batches, on_layer=lambda *_: stop_if_interrupted())
-                make_consistent(cut, self._batches.calls, before=whole, kept=kept)
-        except ValueError:
-            for snapshot in snapshots:
-                snapshot.restore()
+        network = self._network
+        for whole, cut, snapshot in zip(self._wholes, network.models, network.snapshots(copy=False), strict=True):
+            others = [module for module in cut.modules() if not isinstance(module, _BatchNorm)]
+            with forked_random_state(cut), kept_buffers(others):
+                try:
+                    with evaluating(cut):
+                        rebuild(whole, cut, self._sites, kept, self._batches, on_layer=lambda *_: stop_if_interrupted())
+                    make_consistent(cut, self._batches.calls, before=whole, kept=kept)
+                except ValueError:
+                    snapshot.restore()
 
 
 def _share(group: Group, settings: Settings) -> float:

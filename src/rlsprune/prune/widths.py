@@ -13,6 +13,7 @@ from rlsprune.prune.elimination import Curve
 __all__ = ["choose_widths"]
 
 _HALVINGS = 40
+_ROUNDING = 1e-12  # of a goal that is met exactly
 _SWEEPS = 3  # over all groups: what one costs depends on how wide its neighbours are
 
 
@@ -101,7 +102,7 @@ def _given_back(choices: Sequence[_Choices], found: Sequence[int], costs: Costs,
             index = found[number]
             spent = -float(costs.savings(shares, choice.name, choice.shares[index - 1]))
             gained = float(choice.errors[index] - choice.errors[index - 1])
-            if spent <= left and gained / max(spent, 1e-300) > worth:
+            if spent <= left + _ROUNDING * goal and gained / max(spent, 1e-300) > worth:
                 best, worth = number, gained / max(spent, 1e-300)
         if best < 0:
             return found

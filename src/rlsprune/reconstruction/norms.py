@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph.observe import hooked
-from rlsprune.model.calls import ExampleInputs, as_call
+from rlsprune.model.calls import ExampleInputs, as_call, explained_run
 from rlsprune.model.modes import evaluating
 from rlsprune.model.tensors import replace_data
 from rlsprune.reconstruction.calibration import Reduction
@@ -87,7 +87,8 @@ def _observed(
         for call in calls:
             seen.clear()
             args, kwargs = as_call(call)
-            model(*args, **kwargs)
+            with explained_run(args, kwargs, "a batch"):
+                model(*args, **kwargs)
     together = [_Moments() for _ in norms]
     for states in reduction.gather([moments[norm].state() for norm in norms]):
         for own, state in zip(together, states, strict=True):

@@ -17,8 +17,8 @@ from rlsprune.training.batches import Sample, split
 
 __all__ = ["RecentInputs"]
 
-# Inputs that are kept, fewer where these would have more entries than the second number (128 MB in float32).
-_INPUTS, _ENTRIES = 512, 2**25
+# Inputs that are kept, fewer where these would take more bytes than the second number.
+_INPUTS, _BYTES = 512, 2**27
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -34,7 +34,8 @@ class RecentInputs:
         self._calls: deque[ExampleInputs] = deque()
         self._usable = True
         self._counts = counts
-        self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
+        # First of all: a copy of the network calls the user's own hooks again on what is kept.
+        self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)
 
     def clear(self) -> None:
         """Forgets the inputs."""
@@ -59,17 +60,16 @@ class RecentInputs:
             return
         call: ExampleInputs = kwargs or args
         leaves = tree_leaves(call)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if (args and kwargs) or not tensors or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+        # Edges of a graph, or offsets into tokens, refer to other tensors: no part can be taken of such a call.
+        sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        if (args and kwargs) or len(sizes) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             self._usable = False
             return
+        if sizes == {0}:
+            return
         most = _room(call)
-        with torch.no_grad():
-            kept = tree_map(
-                lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, split(call, most)[0]
-            )
-        self._calls.append(kept)
-        while len(self._calls) > 1 and sum(map(batch_size, self._calls)) - batch_size(self._calls[0]) >= most:
+        self._calls.append(tree_map(_own, split(call, most)[0]))
+        while len(self._calls) > 1 and sum(map(batch_size, self._calls)) > most:
             self._calls.popleft()
 
 
@@ -79,12 +79,12 @@ def _own(leaf: Any) -> Any:
 
 def _room(call: ExampleInputs) -> int:
     """How many inputs such as these are kept."""
-    entries = sum(leaf.numel() for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
-    return max(1, min(_INPUTS, _ENTRIES * batch_size(call) // max(entries, 1)))
+    taken = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
+    return max(1, min(_INPUTS, _BYTES * batch_size(call) // max(taken, 1)))
 
 
 class _Hook:
-    """Tells of a network's inputs whoever keeps them, whom it holds weakly; copied or pickled, it is idle."""
+    """Passes a network's inputs on to their keeper, which it holds weakly; a copy or a pickle of it is idle."""
 
     def __init__(self, keeper: RecentInputs | None) -> None:
         self._keeper = None if keeper is None else weakref.ref(keeper)
