@@ -46,16 +46,17 @@ class _FittingViews(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in _VIEWS and len(args) > 1:
             sizes = args[1:] if isinstance(args[1], int) else args[1]
             if isinstance(sizes, Sequence) and not _fits(args[0], sizes):
                 args = (args[0], (*sizes[:-1], -1))
         if func is F.linear and self._layers:
-            layer = self._layers.get(id(args[1] if len(args) > 1 else (kwargs or {}).get("weight")))
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            if layer is not None and bias is layer.bias:
-                return layer(args[0])
-        return func(*args, **(kwargs or {}))
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            layer = self._layers.get(id(given.get("weight")))
+            if layer is not None and given.get("bias") is layer.bias:
+                return layer(given["input"])
+        return func(*args, **kwargs)
 
 
 def _fits(tensor: Tensor, sizes: Sequence[int]) -> bool:
