@@ -111,6 +111,16 @@ def test_measured_speeds_are_those_of_a_machine() -> None:
     assert 0.01 < machine.gbytes < 1e5
 
 
+@pytest.mark.parametrize(
+    ("network", "ranks", "told"), [("resnet50", 1, True), ("resnet50", 2, False), ("vgg16", 1, False)]
+)
+def test_events_that_are_refitted_as_a_whole_are_told_of(
+    network: str, ranks: int, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", network, "--world-size", str(ranks), "--gflops", "50", "--gbytes", "10"]) == 0
+    assert ("one process refits as a whole" in capsys.readouterr().out) == told
+
+
 def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     speeds = ["--gflops", "50", "--gbytes", "10"]
     assert main(["plan", "vgg16", "--world-size", "8", "--batch", "256", "--memory", "4", *speeds]) == 0

@@ -25,6 +25,12 @@ EXAMPLES = """Examples: `rlsprune plan vgg16 --world-size 8 --batch 256` ·
 
 _BUILT_IN = ("vgg16", "resnet50", "vit_large", "decoder_8b")
 
+_WHOLE_EVENTS = (
+    "The event is one that is refitted layer by layer. With batch norm one process refits as a whole, which also takes "
+    "a copy of the network, up to 512 kept inputs (128 MB at most), the activations of a batch of them, and the time "
+    "of some nine forward passes over 1,024 inputs."
+)
+
 
 def plan(
     model: Annotated[
@@ -60,6 +66,7 @@ def plan(
 
     from rlsprune.app.costs.estimate import Machine, make_plan, measure
     from rlsprune.model.arguments import check_argument
+    from rlsprune.prune.original import has_batch_norms
 
     check_argument("link", link, link > 0, "above 0")
     where = device or "cpu"
@@ -74,7 +81,8 @@ def plan(
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     for table in (_table(model, made), _work(made)):
         console.print(table)
-    for line in [*_summary(made), _verdict(made, memory * 2**30)]:
+    notes = [_WHOLE_EVENTS] if world_size == 1 and has_batch_norms(network) else []
+    for line in [*_summary(made), *notes, _verdict(made, memory * 2**30)]:
         console.print(line)
 
 
