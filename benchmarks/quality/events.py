@@ -40,7 +40,7 @@ def pruned(case: Case, ratio: float, way: str) -> tuple[nn.Module, rlsprune.Prun
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     pruner = rlsprune.Pruner(model, optimizer, case.example, ratio=ratio)
     pruner.calibrate(case.images)
-    recent = pruner._operation._recent
+    recent = pruner._operation.evidence.recent
     assert recent is not None
     if way == WAYS[0]:
         recent.clear()
@@ -90,7 +90,7 @@ def train(images: int, epochs: int, seed: int, way: str) -> str:
     for epoch in range(epochs):
         loss = digits.train_epoch(batches, model, optimizer, cross_entropy)
         before = digits.accuracy(model)
-        recent = pruner._operation._recent
+        recent = pruner._operation.evidence.recent
         assert recent is not None
         if way == WAYS[0]:
             recent.clear()

@@ -100,7 +100,7 @@ class Scene:
                 "recorded": None if optimizer is None else [r.mean for r in optimizer._recorders.values()],
                 "pruner": None if pruner is None else pruner.state_dict(),
                 "groups": None if pruner is None else [(group.name, group.size) for group in pruner.groups],
-                "sampling": None if pruner is None else pruner._operation._sample.active,
+                "sampling": None if pruner is None else pruner._operation.evidence.sample.active,
                 "torch": [torch.is_grad_enabled(), torch.get_rng_state()],
                 "files": {path.name: path.read_bytes() for path in self.folder.iterdir()},
                 "handler": signal.getsignal(signal.SIGINT) is signal.default_int_handler,

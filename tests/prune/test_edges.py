@@ -195,7 +195,7 @@ def test_nothing_is_sampled_once_pruning_has_ended() -> None:
     pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 20).double())
     pruner.stop()
     train(model, optimizer, (20,), 2)
-    assert not any(collector._batches for collector in pruner._operation._sample._collectors.values())
+    assert not any(collector._batches for collector in pruner._operation.evidence.sample._collectors.values())
 
 
 def test_preview_and_prune_agree_near_a_target_and_beyond_it() -> None:

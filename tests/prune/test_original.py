@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 from typing import Any
@@ -109,9 +110,12 @@ def test_an_event_changes_the_network_less_than_the_refit_of_each_layer_alone() 
         pruner = rlsprune.Pruner(model, optimizer, batch(0, 1), ratio=0.5)
         pruner.calibrate([batch(seed) for seed in range(50, 58)])
         if not inputs_are_kept:
-            pruner._operation._recent.clear()
+            pruner._operation.evidence.recent.clear()
         before = evaluate(model, batch(99))
-        pruner.prune()
+        with contextlib.nullcontext() if inputs_are_kept else pytest.warns(UserWarning, match="layer by layer"):
+            event = pruner.prune()
+        assert event is not None
+        assert event.refit == ("whole" if inputs_are_kept else "layers")
         errors[inputs_are_kept] = float((evaluate(model, batch(99)) - before).square().mean() / before.var())
     assert errors[True] < 0.7 * errors[False]
 
@@ -229,8 +233,11 @@ def test_a_network_that_calls_other_layers_for_other_inputs_is_refitted_layer_by
     inputs = torch.rand(64, 4) - 1
     pruner.calibrate([torch.rand(64, 4) + 1, inputs])
     before = evaluate(model, inputs)
-    event = pruner.prune()
+    with pytest.warns(UserWarning, match=r"epoch 0 was refitted layer by layer.*calls other layers"):
+        event = pruner.prune()
     assert event is not None
+    assert event.refit == "layers"
+    assert "refitted layer by layer" in str(event)
     assert model.first.out_features == 6
     error = evaluate(model, inputs) - before
     assert float(error.square().mean()) < 0.2 * float(before.var())
@@ -240,8 +247,7 @@ def test_a_network_that_calls_other_layers_for_other_inputs_is_refitted_layer_by
 
 
 def kept(inputs: RecentInputs) -> list[Tensor]:
-    calibration = inputs.calibration()
-    return [] if calibration is None else [call[0] for call in calibration.calls]  # type: ignore[index]
+    return [call[0] for call in inputs.calibration().calls]  # type: ignore[index]
 
 
 def test_the_last_training_inputs_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +268,8 @@ def test_the_last_training_inputs_are_kept_and_no_more(monkeypatch: pytest.Monke
         model.train()(batches[0])
     statistics.active = False
     model(batches[0])
-    assert not kept(inputs)
+    with pytest.raises(ValueError, match="none of its forwards was seen"):
+        kept(inputs)
     with statistics.everything():
         model.eval()(batches[0])
     assert len(kept(inputs)) == 1
@@ -286,14 +293,13 @@ def test_calls_that_cannot_be_made_again_are_not_kept() -> None:
 
     model = Odd(2, 2)
     inputs = RecentInputs(model, lambda model: True)
-    model(torch.rand(4, 2), extra=object())
-    assert inputs.calibration() is None
-    inputs.clear()
-    model(torch.rand(4, 2), object())
-    assert inputs.calibration() is None
-    inputs.clear()
+    for args, kwargs in (((torch.rand(4, 2),), {"extra": object()}), ((torch.rand(4, 2), object()), {})):
+        model(*args, **kwargs)
+        with pytest.raises(ValueError, match="it is called with"):
+            inputs.calibration()
+        inputs.clear()
     model(x=torch.rand(4, 2))
-    assert inputs.calibration() is not None
+    assert len(inputs.calibration().calls) == 1
 
 
 def test_networks_without_batch_norms_keep_no_inputs() -> None:
@@ -302,7 +308,7 @@ def test_networks_without_batch_norms_keep_no_inputs() -> None:
         plain: dict[str, Any] = {"compensate": False, "criterion": "l1"}
         for settings, allowed in (({}, True), (plain, False)):
             pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, *ZOO["vgg"].shape[1:]), **settings)
-            assert (pruner._operation._recent is not None) == (keeps and allowed)
+            assert (pruner._operation.evidence.recent is not None) == (keeps and allowed)
             pruner.close()
             assert not model._forward_pre_hooks
 
@@ -338,7 +344,8 @@ def test_calls_of_which_no_part_can_be_taken_are_refitted_layer_by_layer() -> No
     pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), call, ratio=0.3)
     for _ in range(2):
         model(*call).square().mean().backward()
-    event = pruner.prune()
+    with pytest.warns(UserWarning, match=r"refitted layer by layer.*it is called with"):
+        event = pruner.prune()
     assert event is not None
     assert model.first.out_features == 9
 

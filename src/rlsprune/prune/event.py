@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["prune", "roll-back", "preview"]
+Refit = Literal["whole", "layers"]
 
 
 class LayerChange(NamedTuple):
@@ -56,6 +57,9 @@ class PruneEvent:
     removed: dict[str, list[int]] = field(default_factory=dict)
     """Name of a group (its first layer, or ``input``) → its units that went, numbered as before the event."""
     kind: Kind = "prune"
+    refit: Refit | None = None
+    """``"whole"``: what is left was refitted to the outputs of the network before; ``"layers"``: each layer that lost
+    inputs to its own outputs; None: not at all."""
 
     @classmethod
     def between(
@@ -66,6 +70,7 @@ class PruneEvent:
         loss: float | None,
         kind: Kind,
         removed: dict[str, list[int]],
+        refit: Refit | None = None,
     ) -> PruneEvent:
         """The event that made one network out of another."""
         return cls(
@@ -78,6 +83,7 @@ class PruneEvent:
             layers=tuple(LayerChange(name, size, after.sizes[name]) for name, size in before.sizes.items()),
             removed=removed,
             kind=kind,
+            refit=refit,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,12 +97,13 @@ class PruneEvent:
 
     def __str__(self) -> str:
         title = {"prune": "pruned", "roll-back": "rolled back", "preview": "would be pruned"}[self.kind]
+        refit = {"whole": ", refitted as a whole", "layers": ", refitted layer by layer", None: ""}[self.refit]
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         rows = [(change.name or "model", change.before, change.after) for change in self.layers]
         rows += [("parameters", self.params_before, self.params_after), ("FLOPs", self.flops_before, self.flops_after)]
         wide = [max(len(f"{row[i]:,}" if i else str(row[0])) for row in rows) for i in range(3)]
         lines = [
-            f"epoch {self.epoch}: {title}{loss}",
+            f"epoch {self.epoch}: {title}{refit}{loss}",
             f"{'layer':<{wide[0]}}  {'before':>{wide[1]}}  {'after':>{wide[2]}}",
         ]
         for name, before, after in rows:

@@ -1,44 +1,34 @@
 """One prune event, from the first score to the smaller tensors: choose, compensate and cut, layer after layer.
 
 Read from the top: `Operation.run` makes an event, all or nothing; `_cut_within_limits` keeps it from going past the
-target and from harm; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask; `_cut` is
-Algorithm 1's loop over the layers; `_remove` takes one choice of units out of everything that has them.
+target and from harm; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask. `cutting`
+has Algorithm 1's loop over the layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
-import torch
-from torch import nn
-
-from rlsprune.graph import ChannelGraph, Group, plan_cuts
-from rlsprune.model.arguments import check_iterable, one_number
+from rlsprune.model.arguments import one_number
 from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
-from rlsprune.model.modes import evaluate, evaluating, full_precision, refuse_inference_mode, run_once
-from rlsprune.model.progress import shown_progress, watched
-from rlsprune.model.selector import select_inputs
-from rlsprune.model.tensors import complement, forget_compiled_code
-from rlsprune.optim.rls import RLS
+from rlsprune.model.modes import evaluating, full_precision, refuse_inference_mode, run_once
+from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.prune.allocation import STEPS, allocate
 from rlsprune.prune.budget import Budget
-from rlsprune.prune.criteria import InverseOf, criterion
-from rlsprune.prune.event import Measures, PruneEvent
-from rlsprune.prune.original import Original, has_batch_norms
-from rlsprune.prune.refit import KnownInverses, compensate, cut_inverses
+from rlsprune.prune.criteria import InverseOf
+from rlsprune.prune.cutting import cut_by_scores, cut_planned
+from rlsprune.prune.event import Measures, PruneEvent, Refit
+from rlsprune.prune.evidence import Evidence
+from rlsprune.prune.original import Original
+from rlsprune.prune.refit import KnownInverses
 from rlsprune.prune.rounding import free_multiple
-from rlsprune.prune.select import choose_units, rounds
 from rlsprune.prune.settings import Settings
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork
-from rlsprune.reconstruction.recent import RecentInputs
-from rlsprune.statistics.inputs import InputStatistics
-from rlsprune.statistics.inverse import Inverse, inverses_of
 
 HeldOutLoss = Callable[[], float]
 """Gives the loss of the network as it is on held-out data."""
@@ -68,12 +58,9 @@ class Operation:
         self._example_inputs = example_inputs
         self.budget = Budget(network.model, example_inputs, settings.cost_target)
         self._closed = False
-        sampled = settings.needs_inverse and settings.statistics == "exact"
-        # Last: an error before it leaves no hook behind.
-        self._sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
-        alone = network.ranks is None and not network.divided
-        refitted = settings.compensate and alone and has_batch_norms(network.model)
-        self._recent = RecentInputs(network.model, self._sample.watches) if self._sample and refitted else None
+        self.not_whole: str | None = None
+        """Why the last event was refitted layer by layer, if others of this network are refitted as a whole."""
+        self.evidence = Evidence(network, example_inputs, settings)  # last: an error before it leaves no hook behind
 
     # --- one event ----------------------------------------------------------------------------------------------------
 
@@ -97,10 +84,11 @@ class Operation:
             raise RuntimeError("this pruner was closed: make a new one to go on pruning")
         network.check_unchanged()
         network.meet()
+        self.not_whole = None
         try:
             with full_precision(network.model), network.undone_on_error() as undo:
                 before = self.measures()
-                removed = self._cut_within_limits(held_out_loss, undo)
+                removed, refit = self._cut_within_limits(held_out_loss, undo)
                 if removed:
                     self._check_that_it_runs()
                 after = self.measures()
@@ -112,7 +100,7 @@ class Operation:
             network.rebuild_wrapper()
         if not removed:
             return None
-        return PruneEvent.between(before, after, epoch, loss, "preview" if preview else "prune", removed)
+        return PruneEvent.between(before, after, epoch, loss, "preview" if preview else "prune", removed, refit)
 
     def roll_back(self, snapshots: Iterable[Snapshot], epoch: int, loss: float | None) -> PruneEvent:
         """Puts back what snapshots hold, all of it or nothing."""
@@ -126,11 +114,18 @@ class Operation:
             self.network.rebuild_wrapper()
         return PruneEvent.between(before, after, epoch, loss, "roll-back", {})
 
-    def _cut_within_limits(self, held_out_loss: HeldOutLoss | None, undo: Callable[[], None]) -> dict[str, list[int]]:
-        """Cuts, with the ratios lowered to where the target is just reached, and to what the held-out loss can bear."""
+    def _cut_within_limits(
+        self, held_out_loss: HeldOutLoss | None, undo: Callable[[], None]
+    ) -> tuple[dict[str, list[int]], Refit | None]:
+        """Cuts, with the ratios lowered to where the target is just reached, and to what the held-out loss can bear.
+
+        Returns:
+            What went, and how the rest was refitted.
+        """
         aims = self.budget.countable and not self.budget.reached()
-        # Trials begin with the same network.
-        source = cache(self._inverses) if aims or held_out_loss is not None else self._inverses
+        source = self.evidence.inverses
+        if aims or held_out_loss is not None:
+            source = cache(source)  # trials begin with the same network
         settings, most = self.settings, math.inf
         if held_out_loss is not None:
             before = self._loss(held_out_loss)
@@ -147,7 +142,7 @@ class Operation:
             if original is None or not by_curves:
                 return self._cut(smaller, inverses)
             planned = original.plan(smaller, tensors, settings.round_to or self._free_multiple)
-            removed = self._cut_planned(planned, smaller, inverses)
+            removed = cut_planned(self.network, planned, smaller, inverses)
             return removed | self._cut(self._inputs_alone(smaller), inverses) if self.prunes_inputs() else removed
 
         removed, share = attempt(1.0), 1.0
@@ -158,17 +153,36 @@ class Operation:
         def does_harm() -> bool:
             return held_out_loss is not None and not self._loss(held_out_loss) <= most
 
-        def refit() -> None:
-            if original is not None and removed:
-                original.refit(removed)
-
-        refit()
+        refit = self._refit(original, removed)
         if removed and does_harm():
             harmless, least = _boundary(lambda tried: bool(attempt(tried)) and does_harm(), share)
             # If even the smallest cut that was tried does harm, that one it is: pruning would not go on without.
             removed = (attempt(harmless) if harmless else {}) or attempt(least)
-            refit()
-        return removed
+            refit = self._refit(original, removed)
+        return removed, refit
+
+    def _original(self, choosing: bool) -> Original | None:
+        """The network before the event, where it can be had."""
+        try:
+            return self.evidence.original(choosing)
+        except (ValueError, FloatingPointError) as error:  # what is not finite is told again, layer by layer
+            self.not_whole = str(error)
+            return None
+
+    def _refit(self, original: Original | None, removed: Mapping[str, Sequence[int]]) -> Refit | None:
+        """Refits the cut network as a whole, if it can be. Says how it is refitted now."""
+        if not self.settings.compensate:
+            return None
+        if original is not None and removed:
+            try:
+                original.refit(removed)
+                return "whole"
+            except ValueError as error:
+                self.not_whole = str(error)
+        return "layers"
+
+    def _cut(self, settings: Settings, inverses: KnownInverses) -> dict[str, list[int]]:
+        return cut_by_scores(self.network, settings, inverses, self._free_multiple)
 
     def _loss(self, held_out_loss: HeldOutLoss) -> float:
         """Asks for the loss of the network as it is, and leaves no trace: no gradients, and no statistics."""
@@ -199,65 +213,6 @@ class Operation:
 
         return allocate(self.settings, network.graph.groups, self.budget.tensors(), before, trial)
 
-    def _cut(self, settings: Settings, inverses: KnownInverses) -> dict[str, list[int]]:
-        """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1). Not undone on errors.
-
-        Args:
-            settings: What to choose and how to remove it.
-            inverses: P of each group of a layer, for scores and compensation; smaller after it.
-
-        Returns:
-            Name of a group → the units that went, numbered as before the event.
-        """
-        graph, score = self.network.graph, criterion(settings.criterion, inverses)
-        removed: dict[str, list[int]] = {}
-        with torch.no_grad():
-            for name, done in _last_readers(graph).items():
-                left = list(range(graph[name].size))
-                for choice in rounds(graph[name], settings, self._free_multiple):
-                    stop_if_interrupted()
-                    group = graph[name]
-                    units = choose_units(name, score(group), group.size, *choice)
-                    self.network.agree(f"which channels of {name!r} go", units)
-                    if units:
-                        self._remove(group, units, settings, inverses)
-                        removed.setdefault(name, []).extend(left[unit] for unit in units)
-                        left = [left[unit] for unit in complement(group.size, torch.tensor(units)).tolist()]
-                for layer in done:
-                    inverses.forget(layer)
-        return {name: sorted(units) for name, units in removed.items()}
-
-    def _cut_planned(
-        self, planned: Mapping[str, list[int]], settings: Settings, inverses: KnownInverses
-    ) -> dict[str, list[int]]:
-        """Prunes units that are chosen already. Not undone on errors."""
-        graph = self.network.graph
-        read_inputs = {member.name for group in graph if group.is_input for member in group.consumers}
-        with torch.no_grad():
-            for name, done in _last_readers(graph).items():
-                stop_if_interrupted()
-                if name in planned:
-                    self._remove(graph[name], planned[name], settings, inverses)
-                for layer in done - read_inputs:
-                    inverses.forget(layer)
-        return dict(planned)
-
-    def _remove(self, group: Group, units: list[int], settings: Settings, inverses: KnownInverses) -> None:
-        """Takes units out: refits the layers that read them, and cuts weights, P and the optimizer's state."""
-        network = self.network
-        removals = inverses.remove(group, units, ask=settings.compensate)
-        for model in network.models:
-            if settings.compensate:
-                compensate(model, group, removals)
-            for member in group.consumers if group.is_input else ():
-                layer = model.get_submodule(member.name)
-                assert isinstance(layer, nn.Linear)
-                select_inputs(layer, complement(layer.in_features, member.index[units].flatten()))
-        cuts = plan_cuts([(group, units)])
-        known = removals if settings.statistics == "training" else {}
-        cut_inverses(network.model, network.optimizer, cuts, settings.inverse, known)
-        network.cut(cuts)
-
     def _check_that_it_runs(self) -> None:
         """Raises before anything is final if the cut network cannot be called any more."""
         try:
@@ -268,62 +223,10 @@ class Operation:
                 "is as before; name the layer that needs its width in ignore="
             ) from error
 
-    # --- the network before the event ---------------------------------------------------------------------------------
-
-    def _original(self, choosing: bool) -> Original | None:
-        """The network as it is, to refit to and perhaps to choose by, if inputs of it were kept."""
-        batches = None if self._recent is None else self._recent.calibration()
-        if batches is None:
-            return None
-        try:
-            original = Original(self.network, batches)
-            return original if not choosing or original.curves else None
-        except (ValueError, FloatingPointError):
-            # It cannot be copied, does not run on a part of a batch, or calls other layers for other inputs. What is
-            # not finite is told layer by layer.
-            return None
-
-    # --- where P comes from -------------------------------------------------------------------------------------------
-
-    def _inverses(self, name: str) -> list[Inverse]:
-        """P of each group of a layer: of the sampled inputs, or the optimizer's own."""
-        if self._sample is not None:
-            return self._sample.inverses(name)
-        optimizer = self.network.optimizer
-        assert isinstance(optimizer, RLS)
-        form = optimizer.form(self.network.model.get_parameter(f"{name}.weight" if name else "weight"))
-        if form is None:
-            raise RuntimeError(
-                f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
-                "statistics='exact'"
-            )
-        return inverses_of(form)
-
-    def calibrate(self, batches: Iterable[Any]) -> None:
-        """Samples the inputs that given batches make."""
-        if self._sample is None:
-            reason = "statistics='training'" if self.settings.needs_inverse else "no P is needed for its settings"
-            raise ValueError(f"calibrate() gathers exact statistics, which are not used here ({reason}): leave it out")
-        check_iterable("batches", batches, "give a list of batches or a DataLoader")
-        with self._sample.everything(), shown_progress() as tell:
-            seen = evaluate(self.network.model, watched(batches, "calibrating", tell), self._example_inputs)
-        if not seen:
-            raise ValueError("calibrate was given no batch: give it some batches of inputs")
-
-    def restart_sample(self, seed: int, active: bool) -> None:
-        """Forgets the sample, and starts or stops sampling training forwards, which makes every step dearer."""
-        if self._sample is not None:
-            self._sample.clear(seed)
-            self._sample.active = active
-        if self._recent is not None:
-            self._recent.clear()
-
     def close(self) -> None:
         """Removes the hooks from the model; no event can be made after that."""
         self._closed = True
-        for watcher in (self._sample, self._recent):
-            if watcher is not None:
-                watcher.close()
+        self.evidence.close()
 
     # --- what the network costs ---------------------------------------------------------------------------------------
 
@@ -347,12 +250,6 @@ class Operation:
     def prunes_inputs(self) -> bool:
         """Whether features of the input may go."""
         return any(group.is_input and self.settings.ratio_of(group) for group in self.network.graph)
-
-
-def _last_readers(graph: ChannelGraph) -> dict[str, set[str]]:
-    """Name of a group, in order → the layers that read it and none of the groups after it."""
-    readers = {group.name: {member.name for member in group.consumers} for group in graph}
-    return {name: readers.pop(name).difference(*readers.values()) for name in list(readers)}
 
 
 def _boundary(holds: Callable[[float], bool], share: float) -> tuple[float, float]:

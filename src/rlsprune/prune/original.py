@@ -93,10 +93,14 @@ class Original:
     def refit(self, removed: Mapping[str, Sequence[int]]) -> None:
         """Refits what is left after a cut, layer by layer, and its batch norms.
 
-        A network or copy that does not run on these inputs, or calls other layers for other inputs, is left as it is.
-
         Args:
             removed: Name of a group → its units that went, numbered as before the event.
+
+        A copy that does not run on these inputs stays as it is.
+
+        Raises:
+            ValueError: The network does not run on these inputs, or calls other layers for other inputs. It is as after
+                the cut then.
         """
         kept = plan_cuts([(self._graph[name], units) for name, units in removed.items()]).outputs
         network = self._network
@@ -109,6 +113,8 @@ class Original:
                     make_consistent(cut, self._batches.calls, before=whole, kept=kept)
                 except ValueError:
                     snapshot.restore()
+                    if cut is network.model:
+                        raise
 
 
 def _share(group: Group, settings: Settings) -> float:

@@ -220,8 +220,8 @@ class Pruner:
                 event = self._roll_back(state, loss)
             else:
                 self._commit(state)
-        if prunes and event is None:
-            self._warn_of_nothing()
+        if prunes:
+            self._warn(event)
         self._tell(event)
         return event if prunes else None
 
@@ -232,8 +232,7 @@ class Pruner:
         """
         with uninterrupted():
             event = self._prune(self._state.copy(), None)
-        if event is None:
-            self._warn_of_nothing()
+        self._warn(event)
         self._tell(event)
         return event
 
@@ -248,7 +247,7 @@ class Pruner:
         Args:
             batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
         """
-        self._operation.calibrate(batches)
+        self._operation.evidence.calibrate(batches)
 
     def stop(self) -> None:
         """Ends pruning: no more events from now on. Further steps still tell whether the network has recovered."""
@@ -409,13 +408,22 @@ class Pruner:
         if event is not None and self._on_prune is not None:
             self._on_prune(event)
 
-    def _warn_of_nothing(self) -> None:
-        warnings.warn(
-            f"nothing was pruned in epoch {self._state.gate.epoch}: no channel of any layer may go at ratio="
-            f"{self._operation.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
-            "criterion",
-            stacklevel=3,
-        )
+    def _warn(self, event: PruneEvent | None) -> None:
+        """Warns if there was nothing to prune, or if the event cost more accuracy than it would have to."""
+        epoch, reason = self._state.gate.epoch, self._operation.not_whole
+        if event is None:
+            warnings.warn(
+                f"nothing was pruned in epoch {epoch}: no channel of any layer may go at ratio="
+                f"{self._operation.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
+                "criterion",
+                stacklevel=3,
+            )
+        elif reason is not None:
+            warnings.warn(
+                f"the event of epoch {epoch} was refitted layer by layer, which costs a network with batch norms more "
+                f"accuracy: the network could not be refitted as a whole ({reason})",
+                stacklevel=3,
+            )
 
     def _why_nothing(self) -> str:
         epochs, warmup = self._state.gate.epoch, self._state.gate.warmup_epochs
@@ -428,6 +436,6 @@ class Pruner:
     def _restart_statistics(self) -> None:
         """Gathers statistics for the next epoch if it may end with a prune; before the first `step` any moment may."""
         epoch = self._state.gate.epoch
-        self._operation.restart_sample(
+        self._operation.evidence.restart(
             epoch, active=not self.done and (epoch == 0 or epoch >= self._state.gate.warmup_epochs)
         )

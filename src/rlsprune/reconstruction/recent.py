@@ -47,10 +47,19 @@ class RecentInputs:
         self._handle.remove()
         self.clear()
 
-    def calibration(self) -> Calibration | None:
-        """The inputs as something to refit on; None if there are none, or the network was called with other things."""
-        if not self._calls or not self._usable:
-            return None
+    def calibration(self) -> Calibration:
+        """The inputs as something to refit on.
+
+        Raises:
+            ValueError: There are none, or the network was called with what cannot be taken a part of.
+        """
+        if not self._usable:
+            raise ValueError(
+                "it is called with positional and keyword arguments at once, with tensors of different lengths, or "
+                "with things that are neither tensors nor numbers"
+            )
+        if not self._calls:
+            raise ValueError("none of its forwards was seen: compiled code shows no inputs, calibrate() does")
         numbers = torch.split(torch.arange(sum(map(batch_size, self._calls))), list(map(batch_size, self._calls)))
         return Calibration.of(Sample([(call, None) for call in self._calls], list(numbers)))
 
