@@ -4,9 +4,10 @@ The networks are the ResNets of `benchmarks.quality.trained`. All methods get th
 schedule and loss: cross-entropy and the divergence from the given network's outputs, half and half, as
 `rlsprune.shrink` trains by default; momentum SGD whose rate falls to zero by a cosine. Methods in rounds cut a part at
 the start of each of the first epochs. torch-pruning cannot stop right at a target in narrow layers, so ours is cut to
-the FLOPs that it ends at. `tune` chooses each method's rate from the same list, on 5,000 training images that are held
-out; `run` then trains on the others and looks at the test images once right after the last cut and once at the end;
-`draw` prints the table and, with --out, the picture. All of it goes on where it was.
+the FLOPs that it ends at. `tune` chooses each method's rate from as many, on 5,000 training images that are held out
+(L1, cuts in rounds and most variants of ours take the rate of their kin); `run` then trains on the others and looks at
+the test images once right after the last cut and once at the end; `draw` prints the table and, with --out, the picture.
+All of it goes on where it was.
 
     python -m benchmarks.quality.recovery tune --weights resnet20.safetensors --data-dir DATA --record recovery.json
     python -m benchmarks.quality.recovery run --weights resnet20.safetensors --data-dir DATA --record recovery.json
@@ -27,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
+import rlsprune
 from benchmarks.quality.shrink import RIVALS, Record, ours, parts
 from benchmarks.quality.trained import DEVIATION, MEAN, Case, load_case
 from rlsprune.app.data import Batches, load
@@ -48,6 +50,19 @@ def _scratch(case: Case, flops: float) -> nn.Module:
     return model
 
 
+def _sgd(model: nn.Module, rate: float) -> Optimizer:
+    return SGD(model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
+
+
+def _rls(model: nn.Module, rate: float) -> Optimizer:
+    return rlsprune.RLS(model, lr=rate, weight_decay=1e-4)
+
+
+def _part(name: str) -> Callable[[Case, float], nn.Module]:
+    """Ours without one of its parts."""
+    return lambda case, flops: parts(case, flops)[name]()
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to cut, and how often: a part at the start of each of so many epochs."""
@@ -57,17 +72,28 @@ class Method:
     rounds: int = 1
     rates: tuple[float, ...] = (0.005, 0.01, 0.02, 0.05)
     """Of which the best is taken."""
+    like: str | None = None
+    """The method whose rate it takes, if it is not tuned itself."""
+    distilled: bool = True
+    """Whether it learns from the given network too."""
+    optimizer: Callable[[nn.Module, float], Optimizer] = _sgd
+    """From a network and a rate."""
 
 
 METHODS: Mapping[str, Method] = {
     OURS: Method(ours),
-    "the same without the refit": Method(lambda case, flops: parts(case, flops)["no refit"]()),
-    "the same with even widths": Method(lambda case, flops: parts(case, flops)["same share of every layer"]()),
-    "the same with channels by L1": Method(lambda case, flops: parts(case, flops)["channels by L1"]()),
-    **{name: Method(RIVALS[name]) for name in ("L2", "L1", "random")},
+    "the same without the refit": Method(_part("no refit"), like="L2"),
+    "the same with even widths": Method(_part("same share of every layer"), like=OURS),
+    "the same with channels by L1": Method(_part("channels by L1"), like=OURS),
+    "the same with inconsistent batch norms": Method(_part("the same, batch norms not consistent"), like=OURS),
+    "the same without distillation": Method(ours, like=OURS, distilled=False),
+    "the same trained by RLS": Method(ours, rates=(0.01, 0.03, 0.1, 0.3), optimizer=_rls),
+    "L2": Method(RIVALS["L2"]),
+    "L1": Method(RIVALS["L1"], like="L2"),
+    "random": Method(RIVALS["random"]),
     SCRATCH: Method(_scratch, rates=(0.02, 0.05, 0.1, 0.2)),
-    f"{OURS} in two rounds": Method(ours, 2),
-    "L2 in two rounds": Method(RIVALS["L2"], 2),
+    f"{OURS} in two rounds": Method(ours, 2, like=OURS),
+    "L2 in two rounds": Method(RIVALS["L2"], 2, like="L2"),
 }
 
 
@@ -117,9 +143,9 @@ class Training:
             channels_last=True,
             drop_last=True,
         )
-        model, row, done = self._case.model, {}, 0
+        model, optimizer, row, done = self._case.model, None, {}, 0
         if kept.exists():
-            model, row, done = torch.load(kept, weights_only=False)
+            model, optimizer, row, done = torch.load(kept, weights_only=False)
         for epoch in range(self._epochs):
             if epoch < done:
                 iter(batches)  # draws what the epoch drew
@@ -128,13 +154,16 @@ class Training:
                 wanted = share ** ((epoch + 1) / method.rounds) / self._case.share(model)
                 model = method.cut(replace(self._case, model=model.eval()), wanted)
                 row = {"flops": self._case.share(model), "cut": judged(model)}
-            self._train(model, epoch, batches, rate)
-            torch.save((model, row, epoch + 1), kept)
+                optimizer = method.optimizer(model, rate)
+            assert optimizer is not None
+            self._train(model, optimizer, epoch, batches, rate, method.distilled)
+            torch.save((model, optimizer, row, epoch + 1), kept)
         return {**row, "trained": judged(model)}
 
-    def _train(self, model: nn.Module, epoch: int, batches: Batches, rate: float) -> None:
-        """One epoch. Its momentum starts anew, for all methods alike: a cut may have made other parameters."""
-        optimizer = SGD(model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    def _train(
+        self, model: nn.Module, optimizer: Optimizer, epoch: int, batches: Batches, rate: float, distilled: bool
+    ) -> None:
+        """One epoch."""
         steps = self._epochs * len(batches)
 
         def taught() -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
@@ -142,10 +171,12 @@ class Training:
                 done = (epoch * len(batches) + number) / steps
                 optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * done))
                 images = _normed(pixels)
-                yield images, (labels, self._given(epoch, number, images))
+                yield images, (labels, self._given(epoch, number, images) if distilled else labels)
 
         def loss(images: Tensor, wanted: tuple[Tensor, Tensor]) -> Tensor:
             outputs, (labels, given) = model(images), wanted
+            if not distilled:
+                return cross_entropy(outputs, labels)
             return (cross_entropy(outputs, labels) + divergence([outputs], [given], classes=True)) / 2
 
         train_epoch(model, optimizer, taught(), loss)
@@ -192,6 +223,8 @@ def main() -> None:
             draw(record.rows, options.weights.stem, options.out)
         return
     methods = options.methods.split(",") if options.methods else list(METHODS)
+    if unknown := sorted(set(methods) - set(METHODS)):
+        raise SystemExit(f"unknown methods {unknown}: known are {list(METHODS)}")
     targets = [float(share) for share in options.flops.split(",")]
     tuning = options.what == "tune"
     for seed in [0] if tuning else map(int, options.seeds.split(",")):
@@ -201,6 +234,8 @@ def main() -> None:
         for target in targets[:1] if tuning else targets:
             share = None
             for method in methods:
+                if tuning and METHODS[method].like:
+                    continue
                 for rate in METHODS[method].rates if tuning else [options.rate or best_rate(record.rows, method)]:
                     key = {"what": options.what, "seed": seed, "target": target, "method": method, "rate": rate}
                     if record.has(key):
@@ -225,6 +260,7 @@ def best_rate(rows: Sequence[Mapping[str, Any]], method: str) -> float:
     Raises:
         SystemExit: It was not tuned.
     """
+    method = METHODS[method].like or method
     tuned = {row["rate"]: row["trained"] for row in rows if row["what"] == "tune" and row["method"] == method}
     if missing := sorted(set(METHODS[method].rates) - set(tuned)):
         raise SystemExit(f"{method} is not tuned at {missing}: `tune` it first")
