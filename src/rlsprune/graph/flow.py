@@ -266,7 +266,8 @@ def _head_dim(parameter: Tensor, module: nn.Module) -> int:
     counts = {size for name, size in head_sizes(module).items() if name in HEAD_SIZES["heads"]}
     alike = [place for place, size in enumerate(parameter.shape) if size in counts]
     wide = [place for place, size in enumerate(parameter.shape) if size > 1]
-    return (alike or wide or [0])[-1 if parameter.dim() == 2 else 0]
+    is_table = bool(wide) and wide[0] == parameter.dim() - 2  # as of positions, (1, tokens, channels)
+    return (alike or wide or [0])[-1 if is_table else 0]
 
 
 def _zeros(tensor: Tensor) -> Tensor:
