@@ -13,7 +13,7 @@ __all__ = ["EVERYTHING", "NOTHING", "Label", "LabelSets", "broadcast", "is_const
 NOTHING, EVERYTHING = 0, 1
 """Labels of an entry that no channel was followed to, and of one that too many were."""
 
-_MOST = 4096  # channels behind one entry: a head has a few hundred
+_MOST = 1024  # channels behind one entry: a head has a few hundred, what a norm over the width mixes has more
 
 
 class Label(NamedTuple):
