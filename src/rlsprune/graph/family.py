@@ -55,7 +55,7 @@ class Family:
     def __post_init__(self) -> None:
         queries = {slot for one in self.scores for slot in one.left}
         for axis, numbers in self.flow.reads.items():
-            mine = {not queries.isdisjoint(self.flow.labels[number].scores) for number in set(numbers)}
+            mine = {not queries.isdisjoint(scores) for scores in self.flow.weighed[axis]}
             if True in mine:
                 self.readers[axis] = numbers
                 if False in mine or EVERYTHING in numbers:
@@ -73,12 +73,12 @@ class Family:
         """Finds lone parameters that all heads use alike, such as the scale of a norm in each head: they stay."""
         heads: dict[int, set[int]] = {}
         keys = {slot: one.right[0] for one in self.scores for slot in one.right}
-        for number in {number for numbers in self.readers.values() for number in numbers}:
-            label = self.flow.labels[number].direct | self.flow.labels[number].scores
-            own = {keys[slot] for slot in label if slot in keys}
-            for slot in label:
+        labels = {self.flow.labels[number] for numbers in self.readers.values() for number in set(numbers)}
+        own = {scores: {keys[slot] for slot in scores if slot in keys} for scores in {one.scores for one in labels}}
+        for slots, scores in {*((one.direct, one.scores) for one in labels), *((scores, scores) for scores in own)}:
+            for slot in slots:
                 if self.flow.slots[slot].axis in self.flow.lone:
-                    heads.setdefault(slot, set()).update(own)
+                    heads.setdefault(slot, set()).update(own[scores])
         axes = {self.flow.slots[slot].axis for slot, own in heads.items() if len(own) > 1}
         self.common = {slot for slot in heads if self.flow.slots[slot].axis in axes}
 

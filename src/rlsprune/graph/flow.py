@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class Flow:
     contractions: list[Contraction]
     biases: dict[int, list[int]]
     """Slot of a layer's output → slots of lone parameters that are its bias."""
+
+    @cached_property
+    def weighed(self) -> dict[Axis, set[frozenset[int]]]:
+        """The inputs of a layer → the channels behind the scores of each: the same for all inputs of one head."""
+        return {axis: {self.labels[number].scores for number in set(read)} for axis, read in self.reads.items()}
 
 
 def follow_channels(model: nn.Module, call: Call) -> Flow:
@@ -111,7 +117,7 @@ class _Watch(TorchFunctionMode):
             self.lone[axis] = (module, dim)
             start = self._start(axis, parameter.shape[dim])
         size = parameter.shape[dim]
-        ids = torch.tensor([self.labels.of((slot,)) for slot in range(start, start + size)], dtype=torch.long)
+        ids = self.labels.of_channels(start, size)
         return ids.view([size if place == dim else 1 for place in range(parameter.dim())]).expand(parameter.shape)
 
     def _start(self, axis: Axis, size: int) -> int:

@@ -26,7 +26,7 @@ class Label(NamedTuple):
 
 
 class LabelSets:
-    """All labels so far, by number. Equal ones have one number."""
+    """All labels so far, by number. Equal ones have one number; that of a single channel is negative."""
 
     def __init__(self) -> None:
         nothing = Label(frozenset(), frozenset())
@@ -35,11 +35,18 @@ class LabelSets:
         self._joined: dict[tuple[int, ...], int] = {}
 
     def __getitem__(self, number: int) -> Label:
-        return self._known[number]
+        return self._known[number] if number >= 0 else Label(frozenset((-1 - number,)), frozenset())
+
+    @staticmethod
+    def of_channels(first: int, count: int) -> Tensor:
+        """The numbers of the labels of single channels."""
+        return -1 - torch.arange(first, first + count)
 
     def of(self, direct: Iterable[int], scores: Iterable[int] = ()) -> int:
         """The number of a label."""
         label = Label(frozenset(direct), frozenset(scores))
+        if len(label.direct) == 1 and not label.scores:
+            return -1 - next(iter(label.direct))
         if len(label.direct) + len(label.scores) > _MOST:
             return EVERYTHING
         if label not in self._numbers:
@@ -52,7 +59,7 @@ class LabelSets:
         parts = tuple(sorted(set(numbers) - {NOTHING}))
         if len(parts) < 2:
             return parts[0] if parts else NOTHING
-        if parts[0] == EVERYTHING:
+        if EVERYTHING in parts:
             return EVERYTHING
         if parts not in self._joined:
             labels = [self[number] for number in parts]
@@ -91,9 +98,11 @@ class LabelSets:
             return one
         if not bool(one.any()):
             return other
-        pairs, back = torch.unique(one * len(self._known) + other, return_inverse=True)
-        count = len(self._known)
-        joined = torch.tensor([self.join(divmod(pair, count)) for pair in pairs.tolist()])
+        least = min(int(one.min()), int(other.min()))
+        span = int(other.max()) - least + 1
+        pairs, back = torch.unique((one - least) * span + (other - least), return_inverse=True)
+        ones, others = (pairs // span + least).tolist(), (pairs % span + least).tolist()
+        joined = torch.tensor([self.join(pair) for pair in zip(ones, others, strict=True)])
         return joined[back]
 
     def each(self, labels: Tensor, function: Callable[[int], int]) -> Tensor:
