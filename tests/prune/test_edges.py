@@ -395,6 +395,33 @@ def test_an_event_inside_autocast_is_made_in_full_precision() -> None:
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm1d(16)], ids=["plain", "batch norm"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_held_out_loss_in_autocast_is_of_the_network_as_it_is_cut(norm: Any, outside: bool) -> None:
+    asked = []
+    for remembered in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), norm(), nn.ReLU(), nn.Linear(16, 4))
+        inputs, labels = torch.randn(64, 8), torch.randint(4, (64,))
+        losses: list[float] = []
+
+        def held_out(model: nn.Module = model, remembered: bool = remembered, losses: list[float] = losses) -> float:
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=remembered):
+                losses.append(nn.functional.cross_entropy(model(inputs), labels).item())  # noqa: B023
+            return losses[-1]
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pruner = rlsprune.Pruner(model, optimizer, inputs[:1], ratio=0.5, held_out_loss=held_out)
+        pruner.calibrate([inputs])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            model(inputs).sum().backward()
+            assert pruner.prune() is not None
+        held_out()
+        asked.append(losses)
+    assert asked[0] == asked[1]
+    assert len(set(asked[0])) > 3
+
+
 def test_a_parameter_that_was_replaced_is_told_before_anything_is_cut() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = rlsprune.RLS(model)

@@ -756,6 +756,26 @@ def test_an_autocast_in_the_forward_holds_while_layers_are_refitted() -> None:
     assert shrunk.chosen.score > 80
 
 
+@pytest.mark.parametrize("options", [{}, {"recovery_epochs": 2}, {"max_drop": 20.0}], ids=["plain", "recovery", "drop"])
+def test_an_autocast_in_the_forward_never_remembers_weights_that_are_gone(options: dict[str, Any]) -> None:
+    class Casts(nn.Sequential):
+        remembers = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.remembers):
+                return super().forward(x).float()
+
+    results = []
+    for remembers in (False, True):
+        torch.manual_seed(0)
+        model = Casts(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+        model.remembers = remembers
+        labelled = [(x, model(x).argmax(1)) for x in inputs_of(batches(0))]
+        rlsprune.shrink(model, labelled, target={"params": 0.5}, **options)
+        results.append(model.state_dict())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
 def test_a_network_that_needs_several_inputs_at_once_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9, track_running_stats=False), nn.Linear(9, 2)).eval()
     with pytest.raises(ValueError, match="batch norm '1' keeps no running statistics"):

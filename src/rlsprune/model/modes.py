@@ -128,13 +128,27 @@ def refuse_inference_mode(what: str) -> None:
 
 @contextlib.contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Switches autocast off, which would solve systems in half precision and remember weights that are gone."""
+    """Switches autocast off, which would solve systems in half precision and remember weights that are gone.
+
+    One that the network enters itself, or a held-out loss, forgets its half-precision weights when it is left, but only
+    as the outermost one: so it is made that.
+    """
+    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
+    enabled = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
+    depth = torch.autocast_increment_nesting()
     torch.clear_autocast_cache()
-    with contextlib.ExitStack() as stack:
-        for kind in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(torch.clear_autocast_cache)
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
         yield
+    finally:
+        for kind, on in enabled.items():
+            torch.set_autocast_enabled(kind, on)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+        torch.clear_autocast_cache()
 
 
 def run_once(model: nn.Module, example_inputs: ExampleInputs) -> Any:
