@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rlsprune.model.arguments import shown
+from rlsprune.model.rebinding import rebind_functions
 from rlsprune.model.sharded import plain_class, settle, sharded_modules
 from rlsprune.model.tensors import is_sharded, whole
 
@@ -168,6 +169,8 @@ def _copied(model: nn.Module, parameters: Mapping[Tensor, Tensor]) -> nn.Module:
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(f"{_uncopied(model, memo)} cannot be copied ({why}): give it a __deepcopy__") from error
+    own = (*model.modules(), *model.parameters(), *model.buffers())
+    rebind_functions(copied, {id(one): memo[id(one)] for one in own if id(one) in memo})
     return copied
 
 
