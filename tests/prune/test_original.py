@@ -233,7 +233,7 @@ def test_a_network_that_calls_other_layers_for_other_inputs_is_refitted_layer_by
     inputs = torch.rand(64, 4) - 1
     pruner.calibrate([torch.rand(64, 4) + 1, inputs])
     before = evaluate(model, inputs)
-    with pytest.warns(UserWarning, match=r"epoch 0 was refitted layer by layer.*calls other layers"):
+    with pytest.warns(UserWarning, match=r"an event was refitted layer by layer.*calls other layers"):
         event = pruner.prune()
     assert event is not None
     assert event.refit == "layers"
@@ -295,11 +295,29 @@ def test_calls_that_cannot_be_made_again_are_not_kept() -> None:
     inputs = RecentInputs(model, lambda model: True)
     for args, kwargs in (((torch.rand(4, 2),), {"extra": object()}), ((torch.rand(4, 2), object()), {})):
         model(*args, **kwargs)
-        with pytest.raises(ValueError, match="it is called with"):
+        with pytest.raises(ValueError, match="neither tensors nor numbers: calibrate"):
             inputs.calibration()
         inputs.clear()
     model(x=torch.rand(4, 2))
+    model(torch.rand(4, 2), object())  # not kept, others are
     assert len(inputs.calibration().calls) == 1
+    model(torch.rand(4, 2), extra=1.0)
+    assert [sorted(call) for call in inputs.calibration().calls] == [["x"], ["extra", "x"]]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calibration_shows_inputs_whatever_the_epoch_was_called_with(compiled: bool) -> None:
+    model = Residual()
+    optimizer = trained(model)
+    pruner = rlsprune.Pruner(model, optimizer, batch(0, 1), ratio=0.3)
+    if compiled:
+        model.compile(backend="eager")
+    model(batch(1)).sum().backward()
+    pruner._operation.evidence.recent._odd = True
+    pruner.calibrate([batch(2), batch(3)])
+    event = pruner.prune()
+    assert event is not None
+    assert event.refit == "whole"
 
 
 def test_networks_without_batch_norms_keep_no_inputs() -> None:
@@ -344,7 +362,7 @@ def test_calls_of_which_no_part_can_be_taken_are_refitted_layer_by_layer() -> No
     pruner = rlsprune.Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), call, ratio=0.3)
     for _ in range(2):
         model(*call).square().mean().backward()
-    with pytest.warns(UserWarning, match=r"refitted layer by layer.*it is called with"):
+    with pytest.warns(UserWarning, match=r"refitted layer by layer.*tensors of different lengths"):
         event = pruner.prune()
     assert event is not None
     assert model.first.out_features == 9

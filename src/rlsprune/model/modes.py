@@ -61,6 +61,19 @@ def inference(
 
 
 @contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Runs the block without code that ``model.compile()`` made, which skips hooks."""
+    calls = {module: module._compiled_call_impl for module in model.modules()}
+    try:
+        for module in calls:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in calls.items():
+            module._compiled_call_impl = call
+
+
+@contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Runs the block in evaluation mode, with every parameter traceable by autograd, and restores everything.
 
@@ -69,25 +82,23 @@ def preserved(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     training = [module.training for module in modules]
     hooks = [set(module._forward_hooks) for module in modules]
-    compiled = [module._compiled_call_impl for module in modules]
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     wanted_grad = [parameter.requires_grad for parameter in parameters]
     with contextlib.ExitStack() as stack:
         stack.enter_context(forked_random_state(model))
         stack.enter_context(kept_buffers(modules))
+        stack.enter_context(uncompiled(model))
         stack.enter_context(torch.enable_grad())
         try:
             for module in modules:
                 # Not module.eval(): a class may override it to do more than this.
                 module.training = False
-                module._compiled_call_impl = None
             for parameter in parameters:
                 parameter.requires_grad_(True)
             yield
         finally:
-            for module, mode, ours, call in zip(modules, training, hooks, compiled, strict=True):
+            for module, mode, ours in zip(modules, training, hooks, strict=True):
                 module.training = mode
-                module._compiled_call_impl = call
                 for key in set(module._forward_hooks) - ours:
                     # The hooks of a trace that failed half-way.
                     del module._forward_hooks[key]
@@ -171,7 +182,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleIn
     """
     kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(example_inputs, kind))
     count = 0
-    with uninterrupted(), evaluating(model):
+    with uninterrupted(), evaluating(model), uncompiled(model):
         for batch in batches:
             stop_if_interrupted()
             paired = isinstance(batch, tuple | list) and len(batch) > 0 and isinstance(batch[0], kind)

@@ -410,18 +410,19 @@ class Pruner:
 
     def _warn(self, event: PruneEvent | None) -> None:
         """Warns if there was nothing to prune, or if the event cost more accuracy than it would have to."""
-        epoch, reason = self._state.gate.epoch, self._operation.not_whole
+        reason = self._operation.not_whole
         if event is None:
             warnings.warn(
-                f"nothing was pruned in epoch {epoch}: no channel of any layer may go at ratio="
+                f"nothing was pruned in epoch {self._state.gate.epoch}: no channel of any layer may go at ratio="
                 f"{self._operation.settings.ratio}. Raise ratio, lower min_channels or round_to, or choose another "
                 "criterion",
                 stacklevel=3,
             )
         elif reason is not None:
+            # The same text every time, so that it is shown once.
             warnings.warn(
-                f"the event of epoch {epoch} was refitted layer by layer, which costs a network with batch norms more "
-                f"accuracy: the network could not be refitted as a whole ({reason})",
+                "an event was refitted layer by layer, which costs a network with batch norms more accuracy: it could "
+                f"not be refitted as a whole ({reason})",
                 stacklevel=3,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class RecentInputs:
 
     def __init__(self, model: nn.Module, counts: Callable[[nn.Module], bool]) -> None:
         self._calls: deque[ExampleInputs] = deque()
-        self._usable = True
+        self._odd = False
         self._counts = counts
         # First of all: a copy of the network calls the user's own hooks again on what is kept.
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)
@@ -40,7 +41,7 @@ class RecentInputs:
     def clear(self) -> None:
         """Forgets the inputs."""
         self._calls.clear()
-        self._usable = True
+        self._odd = False
 
     def close(self) -> None:
         """Removes the hook from the model."""
@@ -53,13 +54,13 @@ class RecentInputs:
         Raises:
             ValueError: There are none, or the network was called with what cannot be taken a part of.
         """
-        if not self._usable:
-            raise ValueError(
-                "it is called with positional and keyword arguments at once, with tensors of different lengths, or "
-                "with things that are neither tensors nor numbers"
-            )
         if not self._calls:
-            raise ValueError("none of its forwards was seen: compiled code shows no inputs, calibrate() does")
+            why = (
+                "its calls have tensors of different lengths, or things that are neither tensors nor numbers"
+                if self._odd
+                else "none of its forwards was seen, as it is compiled, or its layers are called without calling it"
+            )
+            raise ValueError(f"{why}: calibrate() with batches before an event")
         numbers = torch.split(torch.arange(sum(map(batch_size, self._calls))), list(map(batch_size, self._calls)))
         return Calibration.of(Sample([(call, None) for call in self._calls], list(numbers)))
 
@@ -67,12 +68,12 @@ class RecentInputs:
         """Called before a forward of the network."""
         if not self._counts(model):
             return
-        call: ExampleInputs = kwargs or args
+        call = _call(model, args, kwargs)
         leaves = tree_leaves(call)
         # Edges of a graph, or offsets into tokens, refer to other tensors: no part can be taken of such a call.
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-        if (args and kwargs) or len(sizes) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
-            self._usable = False
+        if call is None or len(sizes) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            self._odd = True
             return
         if sizes == {0}:
             return
@@ -80,6 +81,16 @@ class RecentInputs:
         self._calls.append(tree_map(_own, split(call, most)[0]))
         while len(self._calls) > 1 and sum(map(batch_size, self._calls)) > most:
             self._calls.popleft()
+
+
+def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExampleInputs | None:
+    """The arguments of a call, all by name where some are; None if others have no name."""
+    if not args or not kwargs:
+        return kwargs or args
+    names = list(inspect.signature(model.forward).parameters.values())[: len(args)]
+    if len(names) < len(args) or any(name.kind is not name.POSITIONAL_OR_KEYWORD for name in names):
+        return None
+    return {name.name: value for name, value in zip(names, args, strict=True)} | kwargs
 
 
 def _own(leaf: Any) -> Any:

@@ -173,8 +173,8 @@ class RowSample:
             rows = self._ranks.gather_rows(rows, dim=1)
         if rows is None or not rows.shape[1]:
             raise RuntimeError(
-                f"no input of layer {name!r} was seen: train a step with the statistics in place, or give them batches "
-                "(pruner.calibrate(batches))"
+                f"no input of layer {name!r} was seen (forwards in eval() or without gradients do not count): train a "
+                "step with the statistics in place, or give them batches (pruner.calibrate(batches))"
             )
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if not bool(rows.sum().isfinite()):
