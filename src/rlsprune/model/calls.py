@@ -169,8 +169,8 @@ def _copied(model: nn.Module, parameters: Mapping[Tensor, Tensor]) -> nn.Module:
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(f"{_uncopied(model, memo)} cannot be copied ({why}): give it a __deepcopy__") from error
-    own = (*model.modules(), *model.parameters(), *model.buffers())
-    rebind_functions(copied, {id(one): memo[id(one)] for one in own if id(one) in memo})
+    parts = (*model.modules(), *model.parameters(), *model.buffers())
+    rebind_functions(copied, {id(part): memo[id(part)] for part in parts if id(part) in memo})
     return copied
 
 

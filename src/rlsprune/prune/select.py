@@ -43,9 +43,7 @@ def choose_units(name: str, scores: Sequence[Tensor], size: int, ratio: float, k
         if not isinstance(score, Tensor):
             raise TypeError(f"the criterion gave {shown(score)} for {name!r}: return a list of score vectors")
         if not score.dim():
-            raise ValueError(
-                f"the criterion gave one number after the other for {name!r}: return a list of score vectors"
-            )
+            raise ValueError(f"the criterion gave single numbers for {name!r}: return a list of score vectors")
     count = cut_size(ratio, size)
     if not scores or not count:
         return []
