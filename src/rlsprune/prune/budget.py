@@ -43,10 +43,15 @@ class Budget:
         params, flops = self.tensors_of("params"), self.tensors_of("flops")
         return {name: params[name] / costs["params"] + flops[name] / max(costs["flops"], 1) for name in params}
 
-    def aimed_tensors(self) -> dict[str, float]:
-        """Name of a parameter → what it costs of the one thing that the target counts; else as of `tensors`."""
+    def aim(self) -> tuple[dict[str, float], float]:
+        """Name of a parameter → what it costs of the one thing that the target counts, and what may be left of that.
+
+        Without such a target: as of `tensors`, and nothing.
+        """
         counted = [what for what in self._target if what == "params" or (what == "flops" and self.proportional)]
-        return self.tensors_of(counted[0]) if len(counted) == len(self._target) == 1 else self.tensors()
+        if not len(counted) == len(self._target) == 1:
+            return self.tensors(), 0.0
+        return self.tensors_of(counted[0]), self._target[counted[0]] * self.original[counted[0]]
 
     def tensors_of(self, what: str) -> dict[str, float]:
         """Name of a parameter → the parameters that it is, or the FLOPs that it takes, where they are known."""

@@ -134,14 +134,14 @@ class Operation:
             settings = self._inputs_alone(settings)
         by_curves = settings.criterion == "obs" and held_out_loss is None
         original = self._original(by_curves)
-        tensors = self.budget.aimed_tensors()
+        tensors, enough = self.budget.aim()
 
         def attempt(share: float) -> dict[str, list[int]]:
             undo()
             smaller, inverses = settings.scaled(share), KnownInverses(source)
             if original is None or not by_curves:
                 return self._cut(smaller, inverses)
-            planned = original.plan(smaller, tensors, settings.round_to or self._free_multiple)
+            planned = original.plan(smaller, tensors, enough, settings.round_to or self._free_multiple)
             removed = cut_planned(self.network, planned, smaller, inverses)
             return removed | self._cut(self._inputs_alone(smaller), inverses) if self.prunes_inputs() else removed
 

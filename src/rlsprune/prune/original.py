@@ -69,12 +69,15 @@ class Original:
                 whole, self._graph, self._sites, self._batches, {}, lambda *_: stop_if_interrupted()
             ).curves
 
-    def plan(self, settings: Settings, tensors: Mapping[str, float], multiple: int) -> dict[str, list[int]]:
+    def plan(
+        self, settings: Settings, tensors: Mapping[str, float], enough: float, multiple: int
+    ) -> dict[str, list[int]]:
         """The units that go, so that as much is saved as by ξ of every group, where that costs least.
 
         Args:
             settings: With the ξ of every group.
             tensors: Name of a parameter → what it costs.
+            enough: What the network may cost in the end: no less than that is left.
             multiple: What the number of units that stay is a multiple of. Where nothing could go, half of it is.
 
         Returns:
@@ -82,7 +85,7 @@ class Original:
         """
         groups = [group for group in self._graph if group.size > 1 and not group.is_input and settings.ratio_of(group)]
         costs = Costs(tensors, groups)
-        goal = costs.without({group.name: _share(group, settings) for group in groups})
+        goal = max(costs.without({group.name: _share(group, settings) for group in groups}), enough)
         curves = {group.name: _bounded(self.curves[group.name], group, settings) for group in groups}
         gone: dict[str, int] = {}
         while goal < costs.without({}) and not any(gone.values()) and multiple:
