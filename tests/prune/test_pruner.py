@@ -598,7 +598,7 @@ def test_an_event_prints_as_a_table() -> None:
     model, optimizer = trained(fnn)
     event = make_pruner(model, optimizer, statistics="training", ratio=0.5).step(0.25)
     lines = str(event).splitlines()
-    assert lines[0] == "epoch 1: pruned, loss 0.25"
+    assert lines[0] == "epoch 1: pruned, refitted layer by layer, loss 0.25"
     rows = [line.split() for line in lines[2:]]
     assert rows[0] == ["input", "20", "15", "75.0", "%"]
     assert rows[1] == ["0", "24", "12", "50.0", "%"]

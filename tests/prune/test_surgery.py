@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import rlsprune
 from rlsprune.graph import ChannelGraph, find_groups, plan_cuts
 from rlsprune.prune.surgery import apply_cuts
 from zoo import ZOO, evaluate, remove, some_units
@@ -215,3 +216,26 @@ def test_plan_refuses_units_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="cannot remove all 7 units"):
         plan_cuts([(graph["0"], range(7))])
     assert plan_cuts([(graph["0"], [])]).tensors == {}
+
+
+class _Preconditioned(torch.optim.SGD):
+    """Keeps a matrix of the gradients' products, as Shampoo does."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            rows = parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[:, None]
+            self.state[parameter]["G"] = rows @ rows.T
+
+
+def test_state_that_cannot_be_cut_with_its_parameter_is_told_before_anything_is_cut() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = _Preconditioned(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, torch.rand(1, 6), ratio=0.5)
+    model(torch.rand(16, 6)).square().sum().backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"keeps 'G' of shape \(8, 8\) for '0\.\w+' of shape .* such as SGD"):
+        pruner.prune()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not pruner.history

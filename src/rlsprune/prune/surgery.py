@@ -262,7 +262,7 @@ def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: st
         changes.append(partial(replace_data, tensor, cuts.cut(name, tensor)))
         if optimizer is not None and tensor in optimizer.state:
             state = optimizer.state[tensor]
-            changes.append(partial(state.update, _cut_state(state, tensor, dims)))
+            changes.append(partial(state.update, _cut_state(name, state, tensor, dims)))
     for module, values in cuts.attributes.items():
         layer = model.get_submodule(module)
         changes.append(partial(write_sizes, layer, values))
@@ -280,12 +280,19 @@ def _tensor(model: nn.Module, name: str) -> Tensor | None:
     return module._buffers[own] if own in module._buffers else module._parameters.get(own)
 
 
-def _cut_state(state: dict[str, object], parameter: Tensor, dims: dict[int, Tensor]) -> dict[str, Tensor]:
+def _cut_state(name: str, state: dict[str, object], parameter: Tensor, dims: dict[int, Tensor]) -> dict[str, Tensor]:
     """The entries that mirror the parameter, cut; Adafactor's row and column statistics only where they mirror it."""
     smaller: dict[str, Tensor] = {}
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.ndim == parameter.ndim > 0:
-            mirrored = {dim: keep for dim, keep in dims.items() if value.shape[dim] == parameter.shape[dim]}
-            if mirrored:
-                smaller[key] = cut(value, mirrored)
+        if not isinstance(value, Tensor) or value.numel() <= 1:
+            continue
+        if value.ndim != parameter.ndim or any(value.shape[dim] not in (1, parameter.shape[dim]) for dim in dims):
+            raise ValueError(
+                f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {name!r} of shape "
+                f"{tuple(parameter.shape)}, and how to cut that is not known: prune with an optimizer whose state has "
+                "the shapes of the parameters, such as SGD, AdamW or RLS"
+            )
+        mirrored = {dim: keep for dim, keep in dims.items() if value.shape[dim] == parameter.shape[dim]}
+        if mirrored:
+            smaller[key] = cut(value, mirrored)
     return smaller
