@@ -169,7 +169,8 @@ class Training:
         def taught() -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
             for number, (pixels, labels) in enumerate(batches):
                 done = (epoch * len(batches) + number) / steps
-                optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * done))
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * done))
                 images = _normed(pixels)
                 yield images, (labels, self._given(epoch, number, images) if distilled else labels)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import rlsprune
 from rlsprune.graph import find_groups
@@ -75,3 +75,22 @@ def test_heads_go_and_what_is_left_runs(name: str, expected: dict[str, int], tmp
 @torch.no_grad()
 def run(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     return output_tensors(model.eval()(**inputs))[0]
+
+
+class _OneHead(nn.Module):
+    """Attention of a single wide head, as autoencoders of images have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, width) for _ in range(3))
+        self.out = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).mT
+        return self.out(scores.softmax(-1) @ self.v(x))
+
+
+def test_dimensions_of_a_head_of_512_can_go() -> None:
+    graph = find_groups(_OneHead(512), torch.rand(2, 4, 8))
+    sizes = sorted(group.size for group in graph if group.attention is not None)
+    assert sizes == [512, 512]

@@ -29,6 +29,11 @@ def script(model: nn.Module) -> None:
     exec("def helper(x): return before(x)\nmodel.forward = lambda x: helper(x) + 1", known)
 
 
+def nested(model: nn.Module) -> None:
+    known: dict[str, Any] = {"model": model, "run": lambda function, x: function(x)}
+    exec("model.forward = lambda x: run(lambda y: sum([model[3](model[0](y)) for _ in range(2)]), x)", known)
+
+
 def default(model: nn.Module) -> None:
     def forward(x: Tensor, first: nn.Module = model[0], *, last: nn.Module = model[3]) -> Tensor:
         return last(first(x).relu())
@@ -72,6 +77,7 @@ def recursive(model: nn.Module) -> None:
 PATCHES: list[Callable[[nn.Module], None]] = [
     closure,
     script,
+    nested,
     default,
     part,
     decorated,
@@ -93,6 +99,15 @@ def test_a_copy_runs_its_own_layers(patch: Callable[[nn.Module], None]) -> None:
         model[3].weight.zero_()
     torch.testing.assert_close(copied(inputs), before, rtol=0, atol=0)
     assert not torch.equal(model(inputs), before)
+
+
+def test_a_name_of_an_attribute_is_no_use_of_a_global() -> None:
+    known: dict[str, Any] = {"weight": network()[0], "calls": 0}
+    exec("def hook(module, args, output):\n    global calls\n    calls += 1\n    module.weight.sum()", known)
+    model = nn.Sequential(known["weight"])
+    model[0].register_forward_hook(known["hook"])
+    bare_copy(model)(torch.rand(2, 4))
+    assert known["calls"] == 1
 
 
 def test_functions_that_hold_nothing_of_the_network_stay_the_same() -> None:

@@ -309,7 +309,7 @@ def test_calls_that_cannot_be_made_again_are_not_kept() -> None:
     inputs = RecentInputs(model, lambda model: True)
     for args, kwargs in (((torch.rand(4, 2),), {"extra": object()}), ((torch.rand(4, 2), object()), {})):
         model(*args, **kwargs)
-        with pytest.raises(ValueError, match="neither tensors nor numbers: calibrate"):
+        with pytest.raises(ValueError, match="neither tensors nor numbers"):
             inputs.calibration()
         inputs.clear()
     model(x=torch.rand(4, 2))
@@ -319,15 +319,30 @@ def test_calls_that_cannot_be_made_again_are_not_kept() -> None:
     assert [sorted(call) for call in inputs.calibration().calls] == [["x"], ["extra", "x"]]
 
 
+def test_calls_are_not_named_where_a_hook_of_the_user_looks_at_their_places() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x) * scale
+
+    model = Scaled(2, 2)
+    inputs = RecentInputs(model, lambda model: True)
+    model(torch.rand(4, 2), scale=2.0)
+    assert sorted(inputs.calibration().calls[0]) == ["scale", "x"]
+    inputs.clear()
+    model.register_forward_pre_hook(lambda module, args: tuple(own + 1 for own in args))
+    model(torch.rand(4, 2), scale=2.0)
+    with pytest.raises(ValueError, match="its calls have"):
+        inputs.calibration()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-def test_calibration_shows_inputs_whatever_the_epoch_was_called_with(compiled: bool) -> None:
+def test_calibration_shows_inputs_to_compiled_networks_too(compiled: bool) -> None:
     model = Residual()
     optimizer = trained(model)
     pruner = rlsprune.Pruner(model, optimizer, batch(0, 1), ratio=0.3)
     if compiled:
         model.compile(backend="eager")
     model(batch(1)).sum().backward()
-    pruner._operation.evidence.recent._odd = True
     pruner.calibrate([batch(2), batch(3)])
     event = pruner.prune()
     assert event is not None

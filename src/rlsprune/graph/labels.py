@@ -13,7 +13,8 @@ __all__ = ["EVERYTHING", "NOTHING", "Label", "LabelSets", "broadcast", "is_const
 NOTHING, EVERYTHING = 0, 1
 """Labels of an entry that no channel was followed to, and of one that too many were."""
 
-_MOST = 1024  # channels behind one entry: a head has a few hundred, what a norm over the width mixes has more
+_MOST = 1024  # channels that one entry is made of: a head has a few hundred, what a norm over the width mixes has more
+_MOST_SCORES = 4096
 
 
 class Label(NamedTuple):
@@ -47,7 +48,7 @@ class LabelSets:
         label = Label(frozenset(direct), frozenset(scores))
         if len(label.direct) == 1 and not label.scores:
             return -1 - next(iter(label.direct))
-        if len(label.direct) + len(label.scores) > _MOST:
+        if len(label.direct) > _MOST or len(label.scores) > _MOST_SCORES:
             return EVERYTHING
         if label not in self._numbers:
             self._numbers[label] = len(self._known)

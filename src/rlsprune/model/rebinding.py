@@ -1,15 +1,17 @@
 """Functions that a copy of a network took over from it, made to use the copy.
 
 ``copy.deepcopy`` copies a bound method together with its object, but leaves functions as they are: a forward that was
-replaced by a function would run the layers of the original.
+replaced by a function would run the layers of the original. A function that finds the network among the globals of its
+file gets a copy of these.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections import OrderedDict
 from collections.abc import Mapping
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -63,7 +65,9 @@ class _Rebinding:
         if isinstance(value, MethodType):
             return MethodType(self(value.__func__), self(value.__self__))
         if isinstance(value, functools.partial):
-            return functools.partial(self(value.func), *map(self, value.args), **_mapped(self, value.keywords))
+            part = functools.partial(self(value.func), *map(self, value.args), **_mapped(self, value.keywords))
+            vars(part).update(vars(value))
+            return part
         if isinstance(value, dict):
             return type(value)(_mapped(self, value))
         if not isinstance(value, FunctionType):
@@ -75,6 +79,8 @@ class _Rebinding:
         known.update(_mapped(self, _globals_of(value)))
         made.__defaults__ = value.__defaults__ and tuple(map(self, value.__defaults__))
         made.__kwdefaults__ = value.__kwdefaults__ and _mapped(self, value.__kwdefaults__)
+        functools.update_wrapper(made, value)
+        del vars(made)["__wrapped__"]
         vars(made).update(vars(value))
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
             for held in _contents(old):
@@ -113,7 +119,13 @@ def _contents(cell: CellType) -> list[Any]:
 def _globals_of(function: FunctionType) -> dict[str, Any]:
     """The global names that it uses, without functions of other files, which know nothing of the network."""
     known = function.__globals__
-    used = {name: known[name] for name in function.__code__.co_names if name in known}
+    used = {name: known[name] for name in _global_names(function.__code__) if name in known}
     return {
         name: value for name, value in used.items() if not isinstance(value, FunctionType) or value.__globals__ is known
     }
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Also those that functions inside of it use."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return own.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

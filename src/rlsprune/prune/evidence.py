@@ -74,8 +74,6 @@ class Evidence:
             reason = "statistics='training'" if self._settings.needs_inverse else "no P is needed for its settings"
             raise ValueError(f"calibrate() gathers exact statistics, which are not used here ({reason}): leave it out")
         check_iterable("batches", batches, "give a list of batches or a DataLoader")
-        if self.recent is not None:
-            self.recent.clear()
         with self.sample.everything(), shown_progress() as tell:
             seen = evaluate(self._network.model, watched(batches, "calibrating", tell), self._example_inputs)
         if not seen:

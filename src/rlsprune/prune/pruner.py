@@ -418,7 +418,7 @@ class Pruner:
                 "criterion",
                 stacklevel=3,
             )
-        elif reason is not None:
+        elif event.refit == "layers" and reason is not None:
             # The same text every time, so that it is shown once.
             warnings.warn(
                 "an event was refitted layer by layer, which costs a network with batch norms more accuracy: it could "

@@ -54,13 +54,15 @@ class RecentInputs:
         Raises:
             ValueError: There are none, or the network was called with what cannot be taken a part of.
         """
-        if not self._calls:
-            why = (
-                "its calls have tensors of different lengths, or things that are neither tensors nor numbers"
-                if self._odd
-                else "none of its forwards was seen, as it is compiled, or its layers are called without calling it"
+        if not self._calls and self._odd:
+            raise ValueError(
+                "its calls have tensors of different lengths, things that are neither tensors nor numbers, or hooks"
             )
-            raise ValueError(f"{why}: calibrate() with batches before an event")
+        if not self._calls:
+            raise ValueError(
+                "none of its forwards was seen, as it is compiled, or its layers are called without calling it: "
+                "calibrate() with batches before an event"
+            )
         numbers = torch.split(torch.arange(sum(map(batch_size, self._calls))), list(map(batch_size, self._calls)))
         return Calibration.of(Sample([(call, None) for call in self._calls], list(numbers)))
 
@@ -87,6 +89,8 @@ def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ex
     """The arguments of a call, all by name where some are; None if others have no name."""
     if not args or not kwargs:
         return kwargs or args
+    if len(model._forward_pre_hooks) > 1:  # those of the user may look at positional arguments
+        return None
     names = list(inspect.signature(model.forward).parameters.values())[: len(args)]
     if len(names) < len(args) or any(name.kind is not name.POSITIONAL_OR_KEYWORD for name in names):
         return None
