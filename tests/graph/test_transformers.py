@@ -94,3 +94,30 @@ def test_dimensions_of_a_head_of_512_can_go() -> None:
     graph = find_groups(_OneHead(512), torch.rand(2, 4, 8))
     sizes = sorted(group.size for group in graph if group.attention is not None)
     assert sizes == [512, 512]
+
+
+class _FusedQueries(nn.Module):
+    """Queries and keys from one layer, values from another, as in TNT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 6
+        self.qk, self.v, self.proj = nn.Linear(24, 48), nn.Linear(24, 24), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k = self.qk(x).reshape(batch, tokens, 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        v = self.v(x).reshape(batch, tokens, self.num_heads, -1).transpose(1, 2)
+        return self.proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def test_a_cut_of_values_knows_of_an_earlier_one_of_keys() -> None:
+    torch.manual_seed(0)
+    model, inputs = _FusedQueries(), torch.rand(2, 5, 24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = rlsprune.Pruner(model, optimizer, inputs, ratio=0.3, criterion="l1", compensate=False)
+    event = pruner.prune()
+    assert event is not None
+    assert {name.partition("[")[2] for name in event.removed} >= {"heads]", "keys]", "values]"}
+    assert (model.num_heads, model.head_dim, model.qk.out_features) == (3, 5, 30)
+    assert model(inputs).shape == (2, 5, 3)

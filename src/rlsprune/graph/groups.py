@@ -62,8 +62,9 @@ class Group:
 
     @cached_property
     def axes(self) -> frozenset[Axis]:
-        """The axes of all members."""
-        return frozenset(member.axis for member in self.members)
+        """The axes of all members, and of the queries, keys and values of its attention."""
+        attention = () if self.attention is None else self.attention.members
+        return frozenset(member.axis for member in (*self.members, *attention))
 
 
 class ChannelGraph:

@@ -49,6 +49,11 @@ class Attention:
     biases: tuple[Member, ...] = ()
     """Parameters by themselves that are added to the queries: entries in the order of theirs."""
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """What its heads are made of."""
+        return (self.queries, self.keys, self.values, *self.biases)
+
     def counts(self, stay: Mapping[Axis, Tensor]) -> dict[str, int]:
         """Sizes of what stays."""
         heads, head_dim = _left(self.queries, stay)
