@@ -298,9 +298,10 @@ def _line(found: dict[str, Any]) -> str:
     blocks = f"{100 * found['blocks_left']:.0f}" if found["blocks_left"] else "–"
     reasons = collections.Counter(_reason(why) for why in found["skipped"].values())
     why = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
+    passes = f"{found['making_seconds'] / max(found['pass_seconds'], 1e-3):.0f}" if "pass_seconds" in found else "–"
     return (
         f"| {title} | {found['parameters'] / 1e6:.1f} M | {found['groups']} | {100 * found['left']:.0f} | {blocks} "
-        f"| {found['making_seconds'] / max(found['pass_seconds'], 1e-3):.0f} | {why} |"
+        f"| {passes} | {why} |"
     )
 
 
