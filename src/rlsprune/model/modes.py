@@ -18,13 +18,14 @@ __all__ = [
     "evaluate",
     "evaluating",
     "forked_random_state",
-    "full_precision",
     "inference",
     "kept_buffers",
+    "outside_autocast",
     "plain_attention",
     "preserved",
     "refuse_inference_mode",
     "run_once",
+    "uncompiled",
 ]
 
 
@@ -138,7 +139,7 @@ def refuse_inference_mode(what: str) -> None:
 
 
 @contextlib.contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
+def outside_autocast(model: nn.Module) -> Iterator[None]:
     """Switches autocast off, which would solve systems in half precision and remember weights that are gone.
 
     One that the network enters itself, or a held-out loss, forgets its half-precision weights when it is left, but only

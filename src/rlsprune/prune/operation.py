@@ -15,7 +15,7 @@ from functools import cache
 from rlsprune.model.arguments import one_number
 from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.interrupts import interruptible, stop_if_interrupted
-from rlsprune.model.modes import evaluating, full_precision, refuse_inference_mode, run_once
+from rlsprune.model.modes import evaluating, outside_autocast, refuse_inference_mode, run_once
 from rlsprune.model.tensors import forget_compiled_code
 from rlsprune.prune.allocation import STEPS, allocate
 from rlsprune.prune.budget import Budget
@@ -86,7 +86,7 @@ class Operation:
         network.meet()
         self.not_whole = None
         try:
-            with full_precision(network.model), network.undone_on_error() as undo:
+            with outside_autocast(network.model), network.undone_on_error() as undo:
                 before = self.measures()
                 removed, refit = self._cut_within_limits(held_out_loss, undo)
                 if removed:
@@ -106,7 +106,7 @@ class Operation:
         """Puts back what snapshots hold, all of it or nothing."""
         before = self.measures()
         try:
-            with full_precision(self.network.model), self.network.undone_on_error():
+            with outside_autocast(self.network.model), self.network.undone_on_error():
                 self.network.restore(snapshots)
                 after = self.measures()
                 stop_if_interrupted()

@@ -96,10 +96,10 @@ class Original:
     def refit(self, removed: Mapping[str, Sequence[int]]) -> None:
         """Refits what is left after a cut, layer by layer, and its batch norms.
 
+        A copy that does not run on these inputs stays as it is.
+
         Args:
             removed: Name of a group → its units that went, numbered as before the event.
-
-        A copy that does not run on these inputs stays as it is.
 
         Raises:
             ValueError: The network does not run on these inputs, or calls other layers for other inputs. It is as after

@@ -20,7 +20,7 @@ from rlsprune.graph.build import module_names
 from rlsprune.model.arguments import check_argument, check_callable, is_count, one_number
 from rlsprune.model.calls import ExampleInputs, bare_copy, unwrap
 from rlsprune.model.demands import check_network
-from rlsprune.model.modes import full_precision, refuse_inference_mode, run_once
+from rlsprune.model.modes import outside_autocast, refuse_inference_mode, run_once
 from rlsprune.model.progress import Progress, shown_progress
 from rlsprune.model.tensors import forget_compiled_code, is_sharded
 from rlsprune.optim.rls import RLS
@@ -156,7 +156,7 @@ def shrink(
             model, given.example, Calibration.of(sample, ranks), module_names(ignore), min_channels, round_to, tell
         )
         stack.callback(rebuild_around, given_model)
-        stack.enter_context(full_precision(model))
+        stack.enter_context(outside_autocast(model))
         front = Front(model, given.example, measure, max_drop, on_point, None if score else objective.own_score)
         stack.callback(forget_compiled_code)
         stack.callback(model.train, was_training)
