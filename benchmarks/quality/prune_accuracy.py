@@ -3,10 +3,12 @@
 Every method gets the same trained network and removes the same number of channels of every layer, but for criterion
 ``rls``, whose intersection lets fewer go: the share of parameters left is printed with each. What needs data (our exact
 statistics, Taylor's gradients) sees the same training images. Trained networks are kept in ``--cache``. ``--run`` takes
-the network of a finished run instead: one that has been pruned has little left to spare.
+the network of a finished run instead: one that has been pruned has little left to spare. ``--rows`` measures instead
+what a smaller sample of inputs costs: with fewer rows than a layer has inputs, exact P is kept in factors of that rank.
 
     python -m benchmarks.quality.prune_accuracy --data-dir DATA --cache CACHE
     python -m benchmarks.quality.prune_accuracy --data-dir DATA --run runs/mnist-fnn-rls-seed0
+    python -m benchmarks.quality.prune_accuracy --data-dir DATA --batch-norm no --rows 64 256 1024 2048
     python -m benchmarks.quality.prune_accuracy --quick
 """
 
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from torch_pruning.pruner import importance
 
 import rlsprune
-from benchmarks.common import CLASSES, train_step
+from benchmarks.common import CLASSES, clock, train_step
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.data import Batches, Dataset, Split, load
@@ -35,6 +37,7 @@ from rlsprune.app.experiments.recipe import load_data
 from rlsprune.app.experiments.registry import experiment
 from rlsprune.app.models import FNN, MiniVGG
 from rlsprune.app.run.folder import RunFolder
+from rlsprune.statistics import inputs
 
 CALIBRATION_BATCHES = 16
 
@@ -176,13 +179,18 @@ def prune_by_rival(trained: Trained, score: Any, ratio: float) -> nn.Module:
     return model
 
 
-def prune_by_ours(trained: Trained, ratios: dict[str, float], **settings: Any) -> nn.Module:
-    """Our event, on a copy."""
+def prune_by_ours(
+    trained: Trained, ratios: dict[str, float], seconds: list[float] | None = None, **settings: Any
+) -> nn.Module:
+    """Our event, on a copy; what it takes is added to the seconds."""
     model, optimizer = trained.fresh()
     pruner = rlsprune.Pruner(model, optimizer, trained.example, ratio=ratios, patience=None, **settings)
     if settings.get("statistics") != "training" and settings.get("compensate", True):
         pruner.calibrate(trained.batches)
+    start = clock()
     pruner.prune()
+    if seconds is not None:
+        seconds.append(clock() - start)
     return model
 
 
@@ -219,6 +227,27 @@ def compare(title: str, trained: Trained, args: argparse.Namespace) -> None:
         print(f"| {name:<27} | " + " | ".join(cells) + " |", flush=True)
 
 
+def compare_samples(title: str, trained: Trained, args: argparse.Namespace) -> None:
+    """Prints accuracy after an event, and its time beside torch-pruning's, for each number of rows of a layer."""
+    print(f"\n{title}: {trained.accuracy(trained.model):.2f} %")
+    print("| rows | " + " | ".join(f"{ratio:.0%} of every layer | × torch-pruning" for ratio in args.ratios) + " |")
+    print("|---|" + "---:|---:|" * len(args.ratios))
+    usual = inputs.rows_kept
+    score = importance.GroupMagnitudeImportance(p=1)
+    for rows in [*args.rows, None]:
+        inputs.rows_kept = usual if rows is None else lambda _, rows=rows: rows
+        cells = []
+        for ratio in args.ratios:
+            start = clock()
+            shares = shares_gone(trained.model, prune_by_rival(trained, score, ratio))
+            theirs = clock() - start
+            seconds: list[float] = []
+            model = prune_by_ours(trained, shares, seconds=seconds)
+            cells.append(f"{trained.accuracy(model):.2f} | {seconds[0] / theirs:.1f}")
+        print(f"| {rows or 'as built'} | " + " | ".join(cells) + " |", flush=True)
+    inputs.rows_kept = usual
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -228,6 +257,7 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.4])
     parser.add_argument("--data-dir", help="where MNIST and CIFAR-10 lie; default: RLSPRUNE_DATA")
     parser.add_argument("--cache", type=Path, help="where trained networks are kept; default: nowhere")
+    parser.add_argument("--rows", type=int, nargs="+", help="rows sampled of each layer, to compare")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a small network on the embedded digits")
@@ -243,7 +273,7 @@ def main() -> None:
             for seed in args.seeds:
                 kind = "with batch norm" if batch_norm else "without batch norm"
                 trained = prepare(case, batch_norm, load(case.data, args.data_dir), seed, args.cache)
-                compare(f"{case.title}, {kind}, seed {seed}", trained, args)
+                (compare_samples if args.rows else compare)(f"{case.title}, {kind}, seed {seed}", trained, args)
 
 
 if __name__ == "__main__":
