@@ -224,3 +224,17 @@ def test_the_zoo_s_table_is_that_of_its_runs_and_no_error_is_foreign() -> None:
     }
     assert all(blocks[name] <= 0.65 for name in heads)
     assert all(blocks[name] <= 0.71 for name in rotary)
+
+
+@pytest.mark.parametrize("network", ["vgg", "resnet20"])
+def test_optimizers_against_time_are_those_of_their_curves(network: str) -> None:
+    """Every optimizer has three rates; the last loss of each stands in the record, the best one's first."""
+    curves = json.loads((RUNS / f"convergence-all-{network}.json").read_text(encoding="utf-8"))
+    shown = rows((DOCS / "records" / "2026-11-18-convergence-all.md").read_text(encoding="utf-8"))
+    for name in {curve["name"] for curve in curves}:
+        own = [curve for curve in curves if curve["name"] == name]
+        losses = [curve["progress"][-1][2] for curve in own]
+        best = own[losses.index(min(losses))]
+        row = [name, f"{best['lr']:g}", str(best["progress"][-1][0]), f"{min(losses):.3f}"]
+        (found,) = [cells for cells in shown if cells[:4] == row]
+        assert found[4] == ", ".join(f"{loss:.3f}" if loss < 10 else f"{loss:.1f}" for loss in losses)
