@@ -63,7 +63,7 @@ class _Choice:
         if self._rescaled is None and (part in ("keys", "dims") or (fitted and candidate.reads_input)):
             scaled = (None, "head_dim" if part in ("keys", "dims") else "input")
         for choice in itertools.product((fitted,), outer, scaled):
-            fault = trial.fault([getattr(_with(candidate, *choice), part)], 0.0)
+            fault = trial.fault_nearby([getattr(_with(candidate, *choice), part)], 0.0)
             if fault is None:
                 self._fitted |= fitted
                 _, self._outer, self._rescaled = choice
