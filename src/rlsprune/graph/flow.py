@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from rlsprune.graph.contractions import Contraction, Products, Slot, merged_contractions
 from rlsprune.graph.function_names import CASTS, ELEMENTWISE, FILLING, MIXING, MOVING, REDUCING, bare_name, mixed_dims
-from rlsprune.graph.labels import EVERYTHING, NOTHING, LabelSets
+from rlsprune.graph.labels import EVERYTHING, NOTHING, LabelSets, without_collector
 from rlsprune.graph.layers import axis_of, join, sides
 from rlsprune.graph.members import Axis
 from rlsprune.graph.observe import Call
@@ -61,7 +61,7 @@ def follow_channels(model: nn.Module, call: Call) -> Flow:
     """Runs the network once, in the mode it is in. If it does not run again, nothing is known of its attention."""
     watch = _Watch(model)
     try:
-        with torch.no_grad(), watch:
+        with torch.no_grad(), without_collector(), watch:
             model(*call.args, **call.kwargs)
     except Exception:
         watch.contractions.clear()
@@ -214,7 +214,7 @@ class _Watch(TorchFunctionMode):
         if isinstance(module, _ConvNd) and module.transposed:
             return None
         made = self._of(weight).flatten(1)[:, 0]
-        if bias is not None and self._followed(bias):
+        if bias is not None and bool(self._of(bias).any()):
             for own, added in zip(made.tolist(), self._of(bias).tolist(), strict=True):
                 self.biases |= dict.fromkeys(self.labels[own].direct, sorted(self.labels[added].direct))
             made = self.labels.elementwise(made, self._of(bias))
