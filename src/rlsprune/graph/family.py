@@ -119,8 +119,8 @@ class Family:
         """Sides of layers, and lone parameters, that its heads are made of."""
         numbers = {number for numbers in self.readers.values() for number in numbers}
         labels = [self.flow.labels[number] for number in numbers]
-        slots = {slot for label in labels for slot in label.direct | label.scores} - self.common
-        return {self.flow.slots[slot].axis for slot in slots}
+        sets = {part for label in labels for part in label}  # all inputs of one head have the same scores behind them
+        return {self.flow.slots[slot].axis for slot in set[int]().union(*sets) - self.common}
 
     def units(self, without: Collection[int] = ()) -> list[HeadUnit]:
         """Sets of channels that hang together, if it were not for some slots: axis → channels, ascending."""

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_map
 
 from rlsprune.graph.contractions import Contraction, Products, Slot, merged_contractions
 from rlsprune.graph.function_names import CASTS, ELEMENTWISE, FILLING, MIXING, MOVING, REDUCING, bare_name, mixed_dims
-from rlsprune.graph.labels import EVERYTHING, NOTHING, LabelSets, without_collector
+from rlsprune.graph.labels import EVERYTHING, NOTHING, LabelSets
 from rlsprune.graph.layers import axis_of, join, sides
 from rlsprune.graph.members import Axis
 from rlsprune.graph.observe import Call
 from rlsprune.graph.sites import DROPOUTS
+from rlsprune.model.collector import without_collector
 from rlsprune.model.product import product_of
 from rlsprune.model.sizes import HEAD_SIZES, head_sizes, is_transposed_linear
 from rlsprune.model.tensors import tensors_in
@@ -57,11 +58,12 @@ class Flow:
         return {axis: {self.labels[number].scores for number in set(read)} for axis, read in self.reads.items()}
 
 
+@without_collector()
 def follow_channels(model: nn.Module, call: Call) -> Flow:
     """Runs the network once, in the mode it is in. If it does not run again, nothing is known of its attention."""
     watch = _Watch(model)
     try:
-        with torch.no_grad(), without_collector(), watch:
+        with torch.no_grad(), watch:
             model(*call.args, **call.kwargs)
     except Exception:
         watch.contractions.clear()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["EVERYTHING", "NOTHING", "Label", "LabelSets", "broadcast", "is_constant", "without_collector"]
+__all__ = ["EVERYTHING", "NOTHING", "Label", "LabelSets", "broadcast", "is_constant"]
 
 NOTHING, EVERYTHING = 0, 1
 """Labels of an entry that no channel was followed to, and of one that too many were."""
@@ -124,18 +122,6 @@ class LabelSets:
         """Replaces every label by what a function makes of its number."""
         known, back = torch.unique(labels, return_inverse=True)
         return torch.tensor([function(number) for number in known.tolist()], dtype=torch.long)[back]
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Sets of numbers refer to nothing: to look for cycles among thousands of them takes as long as to make them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def broadcast(*labels: Tensor) -> list[Tensor]:

@@ -1,4 +1,7 @@
-"""What can go from each attention: tried out on the first of those that the same code computes."""
+"""What can go from each attention: tried out on the first of those that the same code computes, by itself.
+
+What is chosen is proved afterwards, on the whole network.
+"""
 
 from __future__ import annotations
 

@@ -282,13 +282,9 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Weights that keep signals at their size; vectors (scales, variances, biases) positive, so that units live."""
-    values = torch.rand(tensor.shape, generator=generator, dtype=dtype)
-    if tensor.ndim < 2:
-        values += 0.5
-    else:
-        fan_in = max(1, tensor.numel() // tensor.shape[0])
-        values = values.sub_(0.5).mul_((12 / fan_in) ** 0.5)
-    return values.to(tensor.device)
+    most = (3 / max(1, tensor.numel() // tensor.shape[0])) ** 0.5 if tensor.ndim > 1 else 0.0
+    low, high = (-most, most) if tensor.ndim > 1 else (0.5, 1.5)
+    return torch.empty(tensor.shape, dtype=dtype).uniform_(low, high, generator=generator).to(tensor.device)
 
 
 def first_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ def verify_groups(
     All are tried at once, about half of each: an odd number stays, which shows code that needs the width to be a
     multiple of something. Groups that share a layer are tried again in so many selections that any two of them are once
     told apart: ``torch.chunk`` is right while both halves lose equally many. After a failure, the first layer that went
-    wrong tells where to look.
+    wrong tells where to look: nearly always a group fails in its own block, and so does that of every block like it.
 
     Args:
         trial: Of the network.
