@@ -15,6 +15,7 @@ from rlsprune.graph.heads import Attention, HeadSize
 from rlsprune.graph.layers import sides
 from rlsprune.graph.members import Axis, Member
 from rlsprune.graph.observe import Observation
+from rlsprune.model.collector import without_collector
 
 __all__ = ["Candidate", "find_attention"]
 
@@ -68,6 +69,7 @@ class Candidate:
         return replace(self, attention=attention, **parts)  # type: ignore[arg-type]
 
 
+@without_collector()
 def find_attention(
     model: nn.Module, flow: Flow, seen: Observation, order: Mapping[nn.Module, int], ignore: Collection[str]
 ) -> tuple[list[Candidate], dict[str, str]]:
@@ -120,7 +122,7 @@ class _Maker:
         """Groups of heads, of queries that share a key, and of dimensions inside of heads."""
         family, whole = self.family, self.family.units()
         keys, queries = sorted({one.right for one in family.scores}), [one.left for one in family.scores]
-        values = [[slot for slot in sorted(family.values) if self._is_in(slot, unit)] for unit in whole]
+        values = self._values_of(whole)
         if len({len(head) for head in values}) > 1:
             values = [sorted(family.values)]  # not the same of each head: they are not told apart
         attention = Attention(family.name, self._heads(queries), self._heads(keys), self._heads(values), ())
@@ -159,9 +161,12 @@ class _Maker:
         slots = self.family.flow.slots
         return [(slots[own].axis, [slots[own].channel]) for own in (slot, *self._biases(slot))]
 
-    def _is_in(self, slot: int, unit: HeadUnit) -> bool:
-        own = self.family.flow.slots[slot]
-        return own.channel in unit.get(own.axis, ())
+    def _values_of(self, heads: Sequence[HeadUnit]) -> list[list[int]]:
+        """The slots of each head's values, ascending: all are of one layer."""
+        slots = self.family.flow.slots
+        places = {slots[slot].channel: slot for slot in self.family.values}
+        axis = slots[min(self.family.values)].axis
+        return [[places[channel] for channel in head.get(axis, ()) if channel in places] for head in heads]
 
     def _keys(self, attention: Attention) -> Group | None:
         slots = self.family.flow.slots

@@ -14,6 +14,7 @@ from rlsprune.graph.heads import HeadSize
 from rlsprune.graph.labels import EVERYTHING
 from rlsprune.graph.layers import unprunable
 from rlsprune.graph.members import Axis
+from rlsprune.graph.parts import common_module
 from rlsprune.model.sizes import HEAD_SIZES, head_sizes
 
 __all__ = ["Family", "HeadUnit", "find_families"]
@@ -63,13 +64,13 @@ class Family:
         self.name = self._name()
         if self.trouble or not self.readers:
             return
-        self._set_common()
+        self._setcommon_module()
         self._set_values()
         widths = {(len(one.left), len(one.right)) for one in self.scores}
         if self.trouble is None and len(widths) > 1:
             self.trouble = "its heads are not equally wide"
 
-    def _set_common(self) -> None:
+    def _setcommon_module(self) -> None:
         """Finds lone parameters that all heads use alike, such as the scale of a norm in each head: they stay."""
         heads: dict[int, set[int]] = {}
         keys = {slot: one.right[0] for one in self.scores for slot in one.right}
@@ -101,7 +102,7 @@ class Family:
         if len(names) == 1:
             only = next(iter(names))
             return only if isinstance(self.modules[only], nn.MultiheadAttention) else only.rpartition(".")[0] or only
-        return _common(names) or sorted(names)[0]
+        return common_module(names) or sorted(names)[0]
 
     def kept(self, ignore: Collection[str]) -> str | None:
         """Why all heads stay although they could go."""
@@ -118,8 +119,8 @@ class Family:
         """Sides of layers, and lone parameters, that its heads are made of."""
         numbers = {number for numbers in self.readers.values() for number in numbers}
         labels = [self.flow.labels[number] for number in numbers]
-        slots = {slot for label in labels for slot in label.direct | label.scores} - self.common
-        return {self.flow.slots[slot].axis for slot in slots}
+        sets = {part for label in labels for part in label}  # all inputs of one head have the same scores behind them
+        return {self.flow.slots[slot].axis for slot in set[int]().union(*sets) - self.common}
 
     def units(self, without: Collection[int] = ()) -> list[HeadUnit]:
         """Sets of channels that hang together, if it were not for some slots: axis → channels, ascending."""
@@ -161,7 +162,7 @@ class Family:
 
     def home(self) -> str | None:
         """The innermost module that the attention is computed in, if it knows how many heads it has."""
-        name = _common(self._layers())
+        name = common_module(self._layers())
         module = self.modules.get(name)
         known = module is not None and not isinstance(module, nn.MultiheadAttention) and head_sizes(module)
         return name if known else None
@@ -174,7 +175,7 @@ class Family:
     def _around(self) -> list[str]:
         """Names of the modules that the attention is computed in."""
         layers = self._layers()
-        top = _common(layers)
+        top = common_module(layers)
         found = {
             name
             for layer in layers
@@ -204,14 +205,3 @@ def _ancestors(name: str) -> list[str]:
     """The module itself and all that it is in."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
-
-
-def _common(names: Collection[str]) -> str:
-    """The innermost module that has all of these in it."""
-    paths = [name.split(".") for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)

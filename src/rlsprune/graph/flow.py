@@ -26,6 +26,7 @@ from rlsprune.graph.layers import axis_of, join, sides
 from rlsprune.graph.members import Axis
 from rlsprune.graph.observe import Call
 from rlsprune.graph.sites import DROPOUTS
+from rlsprune.model.collector import without_collector
 from rlsprune.model.product import product_of
 from rlsprune.model.sizes import HEAD_SIZES, head_sizes, is_transposed_linear
 from rlsprune.model.tensors import tensors_in
@@ -57,6 +58,7 @@ class Flow:
         return {axis: {self.labels[number].scores for number in set(read)} for axis, read in self.reads.items()}
 
 
+@without_collector()
 def follow_channels(model: nn.Module, call: Call) -> Flow:
     """Runs the network once, in the mode it is in. If it does not run again, nothing is known of its attention."""
     watch = _Watch(model)
@@ -214,7 +216,7 @@ class _Watch(TorchFunctionMode):
         if isinstance(module, _ConvNd) and module.transposed:
             return None
         made = self._of(weight).flatten(1)[:, 0]
-        if bias is not None and self._followed(bias):
+        if bias is not None and bool(self._of(bias).any()):
             for own, added in zip(made.tolist(), self._of(bias).tolist(), strict=True):
                 self.biases |= dict.fromkeys(self.labels[own].direct, sorted(self.labels[added].direct))
             made = self.labels.elementwise(made, self._of(bias))

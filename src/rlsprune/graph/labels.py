@@ -33,7 +33,7 @@ class LabelSets:
         nothing = Label(frozenset(), frozenset())
         self._known = [nothing, nothing]
         self._numbers = {nothing: NOTHING}
-        self._joined: dict[tuple[int, ...], int] = {}
+        self._joined: dict[tuple[int, int], int] = {}
 
     def __getitem__(self, number: int) -> Label:
         return self._known[number] if number >= 0 else Label(frozenset((-1 - number,)), frozenset())
@@ -50,24 +50,37 @@ class LabelSets:
             return -1 - next(iter(label.direct))
         if len(label.direct) > _MOST or len(label.scores) > _MOST_SCORES:
             return EVERYTHING
-        if label not in self._numbers:
-            self._numbers[label] = len(self._known)
+        number = self._numbers.setdefault(label, len(self._known))
+        if number == len(self._known):
             self._known.append(label)
-        return self._numbers[label]
+        return number
 
     def join(self, numbers: Iterable[int]) -> int:
         """The label of an entry that is made from entries with these."""
-        parts = tuple(sorted(set(numbers) - {NOTHING}))
-        if len(parts) < 2:
-            return parts[0] if parts else NOTHING
+        parts = sorted(set(numbers) - {NOTHING})
+        if not parts:
+            return NOTHING
+        if len(parts) < 3:
+            return self._pair(parts[0], parts[-1])
         if EVERYTHING in parts:
             return EVERYTHING
-        if parts not in self._joined:
-            labels = [self[number] for number in parts]
-            direct = frozenset[int]().union(*(label.direct for label in labels))
-            scores = frozenset[int]().union(*(label.scores for label in labels))
-            self._joined[parts] = self.of(direct, scores)
-        return self._joined[parts]
+        labels = [self[number] for number in parts]
+        direct = frozenset[int]().union(*(label.direct for label in labels))
+        return self.of(direct, frozenset[int]().union(*(label.scores for label in labels)))
+
+    def _pair(self, one: int, other: int) -> int:
+        """The label of an entry that is made from two: nearly all are joined so."""
+        if one == other or other == NOTHING:
+            return one
+        if one == NOTHING:
+            return other
+        if one == EVERYTHING or other == EVERYTHING:
+            return EVERYTHING
+        found = self._joined.get((one, other))
+        if found is None:
+            (direct, scores), (more, others) = self[one], self[other]
+            found = self._joined[one, other] = self.of(direct | more, scores | others if others else scores)
+        return found
 
     def as_scores(self, number: int) -> int:
         """The same channels, which only decide on how much."""
@@ -103,8 +116,7 @@ class LabelSets:
         span = int(other.max()) - least + 1
         pairs, back = torch.unique((one - least) * span + (other - least), return_inverse=True)
         ones, others = (pairs // span + least).tolist(), (pairs % span + least).tolist()
-        joined = torch.tensor([self.join(pair) for pair in zip(ones, others, strict=True)])
-        return joined[back]
+        return torch.tensor(list(map(self._pair, ones, others)))[back]
 
     def each(self, labels: Tensor, function: Callable[[int], int]) -> Tensor:
         """Replaces every label by what a function makes of its number."""

@@ -1,4 +1,7 @@
-"""What can go from each attention: tried out on the first of those that the same code computes."""
+"""What can go from each attention: tried out on the first of those that the same code computes, by itself.
+
+What is chosen is proved afterwards, on the whole network.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ class _Choice:
         if self._rescaled is None and (part in ("keys", "dims") or (fitted and candidate.reads_input)):
             scaled = (None, "head_dim" if part in ("keys", "dims") else "input")
         for choice in itertools.product((fitted,), outer, scaled):
-            fault = trial.fault([getattr(_with(candidate, *choice), part)], 0.0)
+            fault = trial.fault_nearby([getattr(_with(candidate, *choice), part)], 0.0)
             if fault is None:
                 self._fitted |= fitted
                 _, self._outer, self._rescaled = choice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from rlsprune.graph.layers import Side
 from rlsprune.graph.members import Member
 from rlsprune.graph.observe import Observation
 from rlsprune.graph.slots import Place
+from rlsprune.model.collector import without_collector
 
 Unit = dict[Place, list[int]]
 """Channels that go together: place → which of its channels."""
 
 
+@without_collector()
 def trace_groups(
     labelling: Labelling, seen: Observation, ignore: Collection[str]
 ) -> tuple[list[Group], dict[str, str]]:
@@ -29,11 +31,16 @@ def trace_groups(
     """
     slots, order = labelling.slots, labelling.order
     reasons = slots.reasons()
-    alike: dict[Any, list[Unit]] = {}
+    by_places: dict[tuple[Place, ...], list[tuple[int, Unit]]] = {}
     for representative, unit in slots.units().items():
-        if _producers(unit, slots.owner, order):
-            shape = frozenset((place, len(channels)) for place, channels in unit.items())
-            alike.setdefault((shape, reasons.get(representative) or _twice(unit)), []).append(unit)
+        by_places.setdefault(tuple(unit), []).append((representative, unit))
+    alike: dict[Any, list[Unit]] = {}
+    for places, found in by_places.items():
+        if _producers(places, slots.owner, order):
+            twice = _twice(places)
+            for representative, unit in found:
+                shape = tuple(len(channels) for channels in unit.values())
+                alike.setdefault((places, shape, reasons.get(representative) or twice), []).append(unit)
 
     def position(item: tuple[Any, list[Unit]]) -> tuple[int, list[int]]:
         unit = item[1][0]
@@ -43,7 +50,7 @@ def trace_groups(
     groups: list[Group] = []
     skipped: dict[str, str] = {}
     taken: dict[str, int] = {}
-    for (_, reason), units in sorted(alike.items(), key=position):
+    for (_, _, reason), units in sorted(alike.items(), key=position):
         first = _producers(units[0], slots.owner, order)[0][0]
         count = taken[first] = taken.get(first, -1) + 1
         name = first + (f"[{count}]" if count else "")
@@ -63,14 +70,16 @@ def trace_groups(
     return groups, skipped
 
 
-def _producers(unit: Unit, owner: Mapping[Place, nn.Module], order: Mapping[nn.Module, int]) -> list[Place]:
+def _producers(
+    places: Iterable[Place], owner: Mapping[Place, nn.Module], order: Mapping[nn.Module, int]
+) -> list[Place]:
     """The layers that ran and make these channels, in their order."""
-    made = [place for place in unit if place[1] == "out" and owner[place] in order]
+    made = [place for place in places if place[1] == "out" and owner[place] in order]
     return sorted(made, key=lambda place: order[owner[place]])
 
 
-def _twice(unit: Unit) -> str | None:
-    tables = [name for name, _, dim in unit if dim is not None]
+def _twice(places: Iterable[Place]) -> str | None:
+    tables = [name for name, _, dim in places if dim is not None]
     name = next((name for name in tables if tables.count(name) > 1), None)
     return f"its channels lie along two dimensions of {name}" if name is not None else None
 

@@ -17,6 +17,7 @@ from rlsprune.graph.cuts import plan_cuts
 from rlsprune.graph.groups import Group
 from rlsprune.graph.layers import axis_of, join
 from rlsprune.graph.observe import Call, hooked
+from rlsprune.graph.parts import Parts
 from rlsprune.graph.readers import at_readers, uncalled_readers, without_channels, zero_channels, zeroed
 from rlsprune.model.calls import output_tensors
 from rlsprune.model.sizes import write_sizes
@@ -42,6 +43,8 @@ class CutTrial:
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.model = model
         self.runs = 0
+        """Of the network as a whole."""
+        self._parts = Parts(model)
         named = list(model.named_modules())
         self.layers = {module: name for name, module in named if next(module.children(), None) is None}
         self.canonical: dict[int, str] = {}
@@ -75,7 +78,8 @@ class CutTrial:
     def _obstacle(self) -> str | None:
         """Why nothing can be verified with the present weights; None if it can."""
         try:
-            seen = self.run({})
+            with self._parts.recorded():
+                seen = self.run({})
             self.uncalled = self.layers.keys() - seen.keys()
             finite = all(bool(tensor.isfinite().all()) for tensor in seen[_OUTPUT])
             self._difference(seen, seen, "channels")  # sparse outputs, say, cannot be compared
@@ -109,8 +113,21 @@ class CutTrial:
 
         self.inputs = tree_map(convert, (call.args, call.kwargs))
 
-    def fault(self, groups: Sequence[Group], amount: float) -> Mismatch | None:
-        """What goes wrong when units of each of these groups go (0: one, 1: all but one); None if nothing does."""
+    def fault_nearby(self, groups: Sequence[Group], amount: float) -> Mismatch | None:
+        """`fault` of the innermost part of the network with all that these groups change, as far as that shows it.
+
+        It is no proof: what comes after the part may know how wide something in it is.
+        """
+        return self.fault(groups, amount, self._parts.around(groups))
+
+    def fault(self, groups: Sequence[Group], amount: float, part: nn.Module | None = None) -> Mismatch | None:
+        """What goes wrong when units of each of these groups go (0: one, 1: all but one); None if nothing does.
+
+        Args:
+            groups: Those that lose units.
+            amount: How many.
+            part: A module that has all that changes in it, to be run in place of the network.
+        """
         if self.obstacle is not None:
             return Mismatch(self.obstacle)
         generator = torch.Generator().manual_seed(_SEED)
@@ -127,19 +144,24 @@ class CutTrial:
         entered: list[nn.Module] = []
         try:
             with at_readers(chosen, zero_channels):
-                whole = self.run(self._without_products(chosen))
+                whole = self.run(self._without_products(chosen), part)
             with (
                 _attributes(self.model, cuts.attributes),
                 at_readers(inputs, without_channels),
-                hooked(self.layers, lambda module, _: entered.append(module)),
+                hooked(self._layers_of(part), lambda module, _: entered.append(module)),
             ):
-                small = self.run(state)
+                small = self.run(state, part)
         except torch.OutOfMemoryError:
             raise  # the machine's limits say nothing about the network
         except Exception as error:
             why = f"the network does not run without some of its {what} ({first_line(error)})"
-            return Mismatch(why, entered[-1] if entered else None)
-        return self._difference(whole, small, what)
+            fault: Mismatch | None = Mismatch(why, entered[-1] if entered else None)
+        else:
+            fault = self._difference(whole, small, what)
+        if part is not None and fault is not None and fault.layer is None:
+            # Nothing may read what a part returns, and it may need what only the network's own run prepares.
+            return self.fault(groups, amount)
+        return fault
 
     def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
         """Tensors with channels zeroed that no layer is called with: queries, by keys alone, and states, by their own.
@@ -169,25 +191,29 @@ class CutTrial:
                     state[name] = zeroed(state.get(name, self.state[name]), slab.dim, own)
         return state
 
-    def run(self, state: dict[str, Tensor]) -> dict[nn.Module | str, list[Tensor]]:
-        """Outputs of every layer and of the network."""
-        self.runs += 1
+    def run(self, state: dict[str, Tensor], part: nn.Module | None = None) -> dict[nn.Module | str, list[Tensor]]:
+        """Outputs of every layer and of the network, or of one part of it."""
+        self.runs += part is None
         seen: dict[nn.Module | str, list[Tensor]] = {}
 
         def record(module: nn.Module, _: Any, output: Any) -> None:
             seen.setdefault(module, []).extend(output_tensors(output))
 
-        handles = [module.register_forward_hook(record) for module in self.layers]
-        args, kwargs = self.inputs
+        handles = [layer.register_forward_hook(record) for layer in self._layers_of(part)]
+        module = self.model if part is None else part
+        args, kwargs = self.inputs if part is None else self._parts.call_of(part)
         torch.manual_seed(_SEED)
         try:
             with torch.no_grad(), self._holding(self.state | state):
-                output = self.model(*args, **kwargs)
+                output = module(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
         seen[_OUTPUT] = output_tensors(output)
         return seen
+
+    def _layers_of(self, part: nn.Module | None) -> list[nn.Module]:
+        return list(self.layers) if part is None else [own for own in part.modules() if own in self.layers]
 
     @contextmanager
     def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -256,13 +282,9 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Weights that keep signals at their size; vectors (scales, variances, biases) positive, so that units live."""
-    values = torch.rand(tensor.shape, generator=generator, dtype=dtype)
-    if tensor.ndim < 2:
-        values += 0.5
-    else:
-        fan_in = max(1, tensor.numel() // tensor.shape[0])
-        values = values.sub_(0.5).mul_((12 / fan_in) ** 0.5)
-    return values.to(tensor.device)
+    most = (3 / max(1, tensor.numel() // tensor.shape[0])) ** 0.5 if tensor.ndim > 1 else 0.0
+    low, high = (-most, most) if tensor.ndim > 1 else (0.5, 1.5)
+    return torch.empty(tensor.shape, dtype=dtype).uniform_(low, high, generator=generator).to(tensor.device)
 
 
 def first_line(error: Exception) -> str:

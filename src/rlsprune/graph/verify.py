@@ -24,7 +24,7 @@ def verify_groups(
     All are tried at once, about half of each: an odd number stays, which shows code that needs the width to be a
     multiple of something. Groups that share a layer are tried again in so many selections that any two of them are once
     told apart: ``torch.chunk`` is right while both halves lose equally many. After a failure, the first layer that went
-    wrong tells where to look.
+    wrong tells where to look: nearly always a group fails in its own block, and so does that of every block like it.
 
     Args:
         trial: Of the network.
@@ -37,10 +37,9 @@ def verify_groups(
     search = _Search(trial, order)
     search.sift(groups, 0.5)
     shared = _sharing([group for group in groups if group.name not in search.failed])
-    selections = [[g for i, g in enumerate(shared) if i >> bit & 1] for bit in range((len(shared) - 1).bit_length())]
-    # Number 0 is in none of these.
-    for selection in [*selections, shared[:1]] if shared else []:
-        search.sift(selection, 1.0)
+    # Numbered from 1, so that each is in one of the selections.
+    for bit in range(len(shared).bit_length()):
+        search.sift([group for number, group in enumerate(shared, 1) if number >> bit & 1], 1.0)
     return [group for group in groups if group.name not in search.failed], search.failed
 
 
@@ -67,18 +66,31 @@ class _Search:
                 why = f"it could not be told apart from groups that fail in {_MOST_RUNS} runs ({fault.why})"
                 self.failed.update({group.name: why for group in left})
                 return
-            found, why = self._culprit(left, amount, fault)
-            self.failed[found.name] = why
-            kind = _kind(found.name)
-            if sum(_kind(name) == kind for name in self.failed) > 2:
-                # The same layer of every block: the others are not told apart.
-                twins = [group for group in left if group is not found and _kind(group.name) == kind]
-                again = self.trial.fault(twins, amount) if twins else None
-                self.failed.update({group.name: again.why for group in twins} if again is not None else {})
+            self.failed.update(self._culprits(left, amount, fault))
+
+    def _culprits(self, groups: Sequence[Group], amount: float, fault: Mismatch) -> dict[str, str]:
+        """Name → reason of groups that fail: one, and those of the same layer in other blocks that do as well."""
+        groups = sorted(groups, key=lambda group: self._distance(group, fault.layer))
+        near = self.trial.fault_nearby(groups[:1], amount)
+        if near is None:
+            return self._told_apart(groups, amount, fault)
+        twins = [group for group in groups[1:] if _kind(group.name) == _kind(groups[0].name)]
+        faults = {group.name: self.trial.fault_nearby([group], amount) for group in twins}
+        return {groups[0].name: near.why, **{name: own.why for name, own in faults.items() if own is not None}}
+
+    def _told_apart(self, groups: list[Group], amount: float, fault: Mismatch) -> dict[str, str]:
+        """The same by runs of the whole network, of groups of which the first does not fail by itself nearby."""
+        found, why = self._culprit(groups, amount, fault)
+        failed = {found.name: why}
+        twins = [group for group in groups if group is not found and _kind(group.name) == _kind(found.name)]
+        if twins and sum(_kind(name) == _kind(found.name) for name in self.failed) > 1:
+            # The same layer of every block: the others are not told apart.
+            again = self.trial.fault(twins, amount)
+            failed.update({group.name: again.why for group in twins} if again is not None else {})
+        return failed
 
     def _culprit(self, groups: list[Group], amount: float, fault: Mismatch) -> tuple[Group, str]:
         """One of the groups that fails by itself, or in the presence of others that do not fail by themselves."""
-        groups = sorted(groups, key=lambda group: self._distance(group, fault.layer))
         size = 1
         while len(groups) > 1:
             # The nearest, then twice as many, then halves.

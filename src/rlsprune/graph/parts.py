@@ -1,0 +1,69 @@
+"""Parts of a network that run by themselves: an experiment on one block costs a fraction of one on all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from rlsprune.graph.groups import Group
+
+__all__ = ["Parts", "common_module"]
+
+
+class Parts:
+    """The modules of a network, and what each was first called with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Within it, the network runs once."""
+        self._calls.clear()
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls.setdefault(module, (args, kwargs))
+
+        handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            for name, module in self._modules.items()
+            if name and next(module.children(), None) is not None
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def around(self, groups: Sequence[Group]) -> nn.Module | None:
+        """The innermost module with all that these groups change that was called; None: only the network itself."""
+        names = {member.name for group in groups for member in group.members}
+        names |= {member.name for group in groups if group.attention for member in group.attention.members}
+        names |= {name for group in groups if group.attention for name in group.attention.attributes({})}
+        name = common_module(names)
+        while name and self._modules.get(name) not in self._calls:
+            name = name.rpartition(".")[0]
+        return self._modules[name] if name else None
+
+    def call_of(self, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it was called with, as new tensors: the module may write to them."""
+        memo: dict[int, Any] = {id(own): own for own in self._modules.values()}
+        args, kwargs = copy.deepcopy(self._calls[module], memo)
+        return args, kwargs
+
+
+def common_module(names: Sequence[str] | set[str]) -> str:
+    """The name of the innermost module that has all of these in it."""
+    paths = [name.split(".") for name in names]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
