@@ -64,13 +64,13 @@ class Family:
         self.name = self._name()
         if self.trouble or not self.readers:
             return
-        self._setcommon_module()
+        self._set_common()
         self._set_values()
         widths = {(len(one.left), len(one.right)) for one in self.scores}
         if self.trouble is None and len(widths) > 1:
             self.trouble = "its heads are not equally wide"
 
-    def _setcommon_module(self) -> None:
+    def _set_common(self) -> None:
         """Finds lone parameters that all heads use alike, such as the scale of a norm in each head: they stay."""
         heads: dict[int, set[int]] = {}
         keys = {slot: one.right[0] for one in self.scores for slot in one.right}

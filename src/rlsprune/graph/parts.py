@@ -11,8 +11,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune.graph.groups import Group
+from rlsprune.model.tensors import tensors_in
 
 __all__ = ["Parts", "common_module"]
+
+_ROOM = 1 << 28
+"""Bytes of inputs that are kept; modules whose inputs have no room do not run by themselves."""
 
 
 class Parts:
@@ -26,12 +30,17 @@ class Parts:
     def recorded(self) -> Iterator[None]:
         """Within it, the network runs once."""
         self._calls.clear()
+        room = _ROOM
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._calls.setdefault(module, (args, kwargs))
+            nonlocal room
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs)))
+            if module not in self._calls and size <= room:
+                self._calls[module] = args, kwargs
+                room -= size
 
         handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(enter, with_kwargs=True)
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
             for name, module in self._modules.items()
             if name and next(module.children(), None) is not None
         ]

@@ -35,6 +35,8 @@ class Mismatch:
 
     why: str
     layer: nn.Module | None = None
+    raised: bool = False
+    """Whether the network without the channels ended in an error."""
 
 
 class CutTrial:
@@ -113,12 +115,25 @@ class CutTrial:
 
         self.inputs = tree_map(convert, (call.args, call.kwargs))
 
-    def fault_nearby(self, groups: Sequence[Group], amount: float) -> Mismatch | None:
-        """`fault` of the innermost part of the network with all that these groups change, as far as that shows it.
+    def part_of(self, groups: Sequence[Group]) -> nn.Module | None:
+        """The innermost part of the network with all that these groups change, if it runs by itself."""
+        return self._parts.around(groups)
 
-        It is no proof: what comes after the part may know how wide something in it is.
+    def fault_nearby(self, groups: Sequence[Group], amount: float, trusted: bool = False) -> Mismatch | None:
+        """`fault` of a part of the network, where that can tell. That nothing goes wrong there is no proof.
+
+        An error is looked for in the network too: a part may need what only the network's own run prepares.
+
+        Args:
+            groups: Those that lose units.
+            amount: How many.
+            trusted: Whether the network has raised an error where the part did, for a group like these.
         """
-        return self.fault(groups, amount, self._parts.around(groups))
+        part = self.part_of(groups)
+        fault = self.fault(groups, amount, part)
+        if part is not None and fault is not None and (fault.layer is None or (fault.raised and not trusted)):
+            return self.fault(groups, amount)
+        return fault
 
     def fault(self, groups: Sequence[Group], amount: float, part: nn.Module | None = None) -> Mismatch | None:
         """What goes wrong when units of each of these groups go (0: one, 1: all but one); None if nothing does.
@@ -143,25 +158,21 @@ class CutTrial:
         inputs = [(group, units) for group, units in chosen if group.is_input]
         entered: list[nn.Module] = []
         try:
-            with at_readers(chosen, zero_channels):
-                whole = self.run(self._without_products(chosen), part)
+            # First what may raise an error, and early.
             with (
                 _attributes(self.model, cuts.attributes),
                 at_readers(inputs, without_channels),
                 hooked(self._layers_of(part), lambda module, _: entered.append(module)),
             ):
                 small = self.run(state, part)
+            with at_readers(chosen, zero_channels):
+                whole = self.run(self._without_products(chosen), part)
         except torch.OutOfMemoryError:
             raise  # the machine's limits say nothing about the network
         except Exception as error:
             why = f"the network does not run without some of its {what} ({first_line(error)})"
-            fault: Mismatch | None = Mismatch(why, entered[-1] if entered else None)
-        else:
-            fault = self._difference(whole, small, what)
-        if part is not None and fault is not None and fault.layer is None:
-            # Nothing may read what a part returns, and it may need what only the network's own run prepares.
-            return self.fault(groups, amount)
-        return fault
+            return Mismatch(why, entered[-1] if entered else None, raised=True)
+        return self._difference(whole, small, what)
 
     def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
         """Tensors with channels zeroed that no layer is called with: queries, by keys alone, and states, by their own.
@@ -199,9 +210,9 @@ class CutTrial:
         def record(module: nn.Module, _: Any, output: Any) -> None:
             seen.setdefault(module, []).extend(output_tensors(output))
 
-        handles = [layer.register_forward_hook(record) for layer in self._layers_of(part)]
         module = self.model if part is None else part
         args, kwargs = self.inputs if part is None else self._parts.call_of(part)
+        handles = [layer.register_forward_hook(record) for layer in self._layers_of(part)]
         torch.manual_seed(_SEED)
         try:
             with torch.no_grad(), self._holding(self.state | state):
@@ -282,8 +293,10 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Weights that keep signals at their size; vectors (scales, variances, biases) positive, so that units live."""
-    most = (3 / max(1, tensor.numel() // tensor.shape[0])) ** 0.5 if tensor.ndim > 1 else 0.0
-    low, high = (-most, most) if tensor.ndim > 1 else (0.5, 1.5)
+    low, high = 0.5, 1.5
+    if tensor.ndim > 1:
+        high = (3 / max(1, tensor.numel() // tensor.shape[0])) ** 0.5
+        low = -high
     return torch.empty(tensor.shape, dtype=dtype).uniform_(low, high, generator=generator).to(tensor.device)
 
 

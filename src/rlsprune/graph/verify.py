@@ -24,7 +24,7 @@ def verify_groups(
     All are tried at once, about half of each: an odd number stays, which shows code that needs the width to be a
     multiple of something. Groups that share a layer are tried again in so many selections that any two of them are once
     told apart: ``torch.chunk`` is right while both halves lose equally many. After a failure, the first layer that went
-    wrong tells where to look: nearly always a group fails in its own block, and so does that of every block like it.
+    wrong tells where to look. A group that fails nearly always fails in its own block, and its twins fail in theirs.
 
     Args:
         trial: Of the network.
@@ -74,9 +74,17 @@ class _Search:
         near = self.trial.fault_nearby(groups[:1], amount)
         if near is None:
             return self._told_apart(groups, amount, fault)
-        twins = [group for group in groups[1:] if _kind(group.name) == _kind(groups[0].name)]
-        faults = {group.name: self.trial.fault_nearby([group], amount) for group in twins}
-        return {groups[0].name: near.why, **{name: own.why for name, own in faults.items() if own is not None}}
+        failed = {groups[0].name: near.why}
+        alike = [group for group in groups if _kind(group.name) == _kind(groups[0].name)]
+        parts = [self.trial.part_of([group]) for group in alike]
+        for twin, part in list(zip(alike, parts, strict=True))[1:]:
+            if part is None or parts.count(part) > 1:
+                continue  # each would take a run of all that they are in
+            stop_if_interrupted()
+            own = self.trial.fault_nearby([twin], amount, trusted=near.raised)
+            if own is not None:
+                failed[twin.name] = own.why
+        return failed
 
     def _told_apart(self, groups: list[Group], amount: float, fault: Mismatch) -> dict[str, str]:
         """The same by runs of the whole network, of groups of which the first does not fail by itself nearby."""
