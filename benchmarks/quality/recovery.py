@@ -4,19 +4,26 @@ The networks are the ResNets of `benchmarks.quality.trained`. All methods get th
 schedule and loss: cross-entropy and the divergence from the given network's outputs, half and half, as
 `rlsprune.shrink` trains by default; momentum SGD whose rate falls to zero by a cosine. Methods in rounds cut a part at
 the start of each of the first epochs. torch-pruning cannot stop right at a target in narrow layers, so ours is cut to
-the FLOPs that it ends at. `tune` chooses each method's rate from as many, on 5,000 training images that are held out
-(L1, cuts in rounds and most variants of ours take the rate of their kin); `run` then trains on the others and looks at
-the test images once right after the last cut and once at the end; `draw` prints the table and, with --out, the picture.
-All of it goes on where it was.
+the FLOPs that it ends at.
+
+The given network has seen all training images, which therefore cannot choose a rate: networks that remember them would
+win. So each half of the test images is judged at the rate that is best on the other half. `tune` trains every method at
+as many rates (L1, random, cuts in rounds and most variants of ours take the rates of their kin), with a seed of its
+own; `run` makes the runs, right after the last cut and at the end; `draw` prints the table and, with --out, the
+picture. All of it goes on where it was.
 
     python -m benchmarks.quality.recovery tune --weights resnet20.safetensors --data-dir DATA --record recovery.json
     python -m benchmarks.quality.recovery run --weights resnet20.safetensors --data-dir DATA --record recovery.json
+    python -m benchmarks.quality.recovery run --weights resnet56.safetensors --data-dir DATA --record recovery56.json \
+        --rates recovery.json
     python -m benchmarks.quality.recovery draw --weights resnet20.safetensors --record recovery.json --out recovery.png
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import math
 import statistics
 import time
@@ -37,13 +44,12 @@ from rlsprune.app.data import Batches, load
 from rlsprune.training.loop import train_epoch
 from rlsprune.training.objective import divergence
 
-HELD_OUT, BATCH = 5000, 128
+BATCH, TUNING_SEED = 128, 9
 OURS, SCRATCH = "rlsprune.shrink", "its shape from scratch"
 
 
-def _scratch(case: Case, flops: float) -> nn.Module:
-    """The shape that ours has, with weights as they are drawn for a new network."""
-    model = ours(case, flops)
+def _drawn_anew(model: nn.Module) -> nn.Module:
+    """The shape, with weights as they are drawn for a new network."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
             module.reset_parameters()
@@ -73,7 +79,9 @@ class Method:
     rates: tuple[float, ...] = (0.005, 0.01, 0.02, 0.05)
     """Of which the best is taken."""
     like: str | None = None
-    """The method whose rate it takes, if it is not tuned itself."""
+    """The method whose rates it takes, if it is not tuned itself."""
+    scratch: bool = False
+    """Whether only the shape is kept."""
     distilled: bool = True
     """Whether it learns from the given network too."""
     optimizer: Callable[[nn.Module, float], Optimizer] = _sgd
@@ -90,8 +98,8 @@ METHODS: Mapping[str, Method] = {
     "the same trained by RLS": Method(ours, rates=(0.01, 0.03, 0.1, 0.3), optimizer=_rls),
     "L2": Method(RIVALS["L2"]),
     "L1": Method(RIVALS["L1"], like="L2"),
-    "random": Method(RIVALS["random"]),
-    SCRATCH: Method(_scratch, rates=(0.02, 0.05, 0.1, 0.2)),
+    "random": Method(RIVALS["random"], like="L2"),
+    SCRATCH: Method(ours, rates=(0.02, 0.05, 0.1, 0.2), scratch=True),
     f"{OURS} in two rounds": Method(ours, 2, like=OURS),
     "L2 in two rounds": Method(RIVALS["L2"], 2, like="L2"),
 }
@@ -103,42 +111,37 @@ class Training:
     Args:
         case: The given network, which teaches.
         data_dir: With CIFAR-10.
-        held_out: Whether the last images are left out, to choose rates by.
         images: How many an epoch takes.
         epochs: How many.
         seed: Of their order, the crops and the flips.
     """
 
-    def __init__(self, case: Case, data_dir: Path | None, held_out: bool, images: int, epochs: int, seed: int) -> None:
-        train = load("cifar10", data_dir, verify=False).train
-        last = len(train) - (HELD_OUT if held_out else 0)
-        self._case, self._split, self._images, self._epochs, self._seed = case, train, images, epochs, seed
-        self._used = slice(0, last)
+    def __init__(self, case: Case, data_dir: Path | None, images: int, epochs: int, seed: int) -> None:
+        self._split = load("cifar10", data_dir, verify=False).train
+        self._case, self._images, self._epochs, self._seed = case, images, epochs, seed
         self._taught: dict[tuple[int, int], Tensor] = {}
-        self.judges = [
-            (_normed(x / 255), y)
-            for x, y in zip(train.images[last:].split(500), train.labels[last:].split(500), strict=True)
-        ]
-        """What is held out."""
+        self._first: dict[tuple[Callable[[Case, float], nn.Module], float], nn.Module] = {}
+        middle = len(case.test) // 2
+        self._halves = [replace(case, test=case.test[:middle]), replace(case, test=case.test[middle:])]
 
-    def run(
-        self, method: Method, share: float, rate: float, judged: Callable[[nn.Module], float], kept: Path
-    ) -> dict[str, float]:
-        """Cuts and trains the network; its FLOPs, and its accuracy right after the last cut and in the end.
+    def run(self, method: Method, share: float, rate: float, kept: Path) -> dict[str, Any]:
+        """Cuts and trains the network.
 
         Args:
             method: Which way to cut.
             share: Of the FLOPs, to leave.
             rate: To start from.
-            judged: From a network to its accuracy.
             kept: A file for the network after each epoch, from which an interrupted run goes on.
+
+        Returns:
+            Its FLOPs, and its accuracy on both halves of the test images right after the last cut and in the end.
         """
         batches = Batches(
-            self._split.images[self._used],
-            self._split.labels[self._used],
+            self._split.images,
+            self._split.labels,
             BATCH,
             seed=self._seed,
-            images_per_epoch=min(self._images, len(self._split.images[self._used])),
+            images_per_epoch=min(self._images, len(self._split)),
             augment="crop+flip",
             channels_last=True,
             drop_last=True,
@@ -151,14 +154,26 @@ class Training:
                 iter(batches)  # draws what the epoch drew
                 continue
             if epoch < method.rounds:
-                wanted = share ** ((epoch + 1) / method.rounds) / self._case.share(model)
-                model = method.cut(replace(self._case, model=model.eval()), wanted)
-                row = {"flops": self._case.share(model), "cut": judged(model)}
+                model = self._cut(model, method, share ** ((epoch + 1) / method.rounds))
+                row = {"flops": self._case.share(model), "cut": self._accuracies(model)}
                 optimizer = method.optimizer(model, rate)
             assert optimizer is not None
             self._train(model, optimizer, epoch, batches, rate, method.distilled)
             torch.save((model, optimizer, row, epoch + 1), kept)
-        return {**row, "trained": judged(model)}
+        return {**row, "trained": self._accuracies(model)}
+
+    def _cut(self, model: nn.Module, method: Method, share: float) -> nn.Module:
+        """The network at a share of the given one's FLOPs; methods that cut alike share the work."""
+        wanted = share / self._case.share(model)
+        if model is not self._case.model:
+            return method.cut(replace(self._case, model=model.eval()), wanted)
+        if (method.cut, wanted) not in self._first:
+            self._first[method.cut, wanted] = method.cut(self._case, wanted)
+        cut = copy.deepcopy(self._first[method.cut, wanted])
+        return _drawn_anew(cut) if method.scratch else cut
+
+    def _accuracies(self, model: nn.Module) -> list[float]:
+        return [half.accuracy(model) for half in self._halves]
 
     def _train(
         self, model: nn.Module, optimizer: Optimizer, epoch: int, batches: Batches, rate: float, distilled: bool
@@ -207,37 +222,39 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="a safetensors file")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--record", type=Path, required=True, help="a JSON file for the rows; known ones are kept")
+    parser.add_argument("--rates", type=Path, help="the record of another network, whose rates are taken")
     parser.add_argument("--flops", default="0.5", help="fractions, with commas between; the first is tuned at")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--methods", help="names, with commas between; all if left out")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--images", type=int, default=50000, help="that an epoch takes")
-    parser.add_argument("--rate", type=float, help="of all methods, in place of the one that `tune` chose for each")
     parser.add_argument("--out", type=Path, help="a PNG file for the picture that `draw` makes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     settings = {"weights": options.weights.name, "epochs": options.epochs, "images": options.images}
+    if options.what == "draw" and options.record.exists():
+        settings = json.loads(options.record.read_text())["settings"]
     record = Record(options.record, settings)
+    tuned = json.loads(options.rates.read_text())["rows"] if options.rates else record.rows
     if options.what == "draw":
-        print(table(record.rows))
+        print(table(record.rows, tuned))
         if options.out is not None:
-            draw(record.rows, options.weights.stem, options.out)
+            draw(record.rows, tuned, options.weights.stem, options.out)
         return
     methods = options.methods.split(",") if options.methods else list(METHODS)
     if unknown := sorted(set(methods) - set(METHODS)):
         raise SystemExit(f"unknown methods {unknown}: known are {list(METHODS)}")
     targets = [float(share) for share in options.flops.split(",")]
     tuning = options.what == "tune"
-    for seed in [0] if tuning else map(int, options.seeds.split(",")):
+    for seed in [TUNING_SEED] if tuning else map(int, options.seeds.split(",")):
         case = load_case(options.weights, options.data_dir, seed, None)
-        training = Training(case, options.data_dir, tuning, options.images, options.epochs, seed)
-        judged = (replace(case, test=training.judges) if tuning else case).accuracy
+        training = Training(case, options.data_dir, options.images, options.epochs, seed)
         for target in targets[:1] if tuning else targets:
             share = None
             for method in methods:
                 if tuning and METHODS[method].like:
                     continue
-                for rate in METHODS[method].rates if tuning else [options.rate or best_rate(record.rows, method)]:
+                for rate in METHODS[method].rates if tuning else sorted(set(best_rates(tuned, method))):
                     key = {"what": options.what, "seed": seed, "target": target, "method": method, "rate": rate}
                     if record.has(key):
                         continue
@@ -245,68 +262,105 @@ def main() -> None:
                     start = time.process_time()
                     torch.manual_seed(seed)
                     kept = options.record.with_suffix(f".{'-'.join(map(str, key.values())).replace(' ', '_')}.pt")
-                    row = {**key, **training.run(METHODS[method], share, rate, judged, kept)}
+                    row = {**key, **training.run(METHODS[method], share, rate, kept)}
                     record.add({**row, "seconds": time.process_time() - start})
                     kept.unlink()
                     print(
                         f"{method}, {100 * row['flops']:.1f} % of the FLOPs, rate {rate:g}, seed {seed}: "
-                        f"{row['cut']:.2f} %, trained {row['trained']:.2f} %",
+                        f"{statistics.mean(row['cut']):.2f} %, trained {statistics.mean(row['trained']):.2f} %",
                         flush=True,
                     )
 
 
-def best_rate(rows: Sequence[Mapping[str, Any]], method: str) -> float:
-    """The rate that was best on held-out images.
+def best_rates(rows: Sequence[Mapping[str, Any]], method: str) -> list[float]:
+    """For each half of the test images the rate that was best on the other.
 
     Raises:
         SystemExit: It was not tuned.
     """
     method = METHODS[method].like or method
-    tuned = {row["rate"]: row["trained"] for row in rows if row["what"] == "tune" and row["method"] == method}
+    own = [row for row in rows if row["what"] == "tune" and row["method"] == method]
+    tuned = {row["rate"]: row["trained"] for row in own if row["target"] == own[0]["target"]}
     if missing := sorted(set(METHODS[method].rates) - set(tuned)):
         raise SystemExit(f"{method} is not tuned at {missing}: `tune` it first")
-    return max(tuned, key=tuned.__getitem__)
+    return [max(tuned, key=lambda rate: tuned[rate][other]) for other in (1, 0)]
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one method at one target, seed by seed."""
+
+    method: str
+    target: float
+    rates: Sequence[float]
+    """For each half of the test images."""
+    flops: Sequence[float]
+    cut: Sequence[float]
+    """Accuracies on all test images, right after the last cut."""
+    trained: Sequence[float]
+    """In the end."""
+
+
+def cross_fitted(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> list[Runs]:
+    """Those that are complete, largest target first."""
+    made = [row for row in rows if row["what"] == "run"]
+    found = []
+    for target in sorted({row["target"] for row in made}, reverse=True):
+        for method in METHODS:
+            own = [row for row in made if row["method"] == method and row["target"] == target]
+            if not own:
+                continue
+            rates = best_rates(tuned, method)
+            seeds: list[list[Mapping[str, Any]]] = []
+            for seed in sorted({row["seed"] for row in own}):
+                at = {row["rate"]: row for row in own if row["seed"] == seed}
+                if set(rates) <= set(at):
+                    seeds.append([at[rate] for rate in rates])
+            if seeds:
+                cut, trained = (
+                    [statistics.mean(row[what][half] for half, row in enumerate(pair)) for pair in seeds]
+                    for what in ("cut", "trained")
+                )
+                found.append(Runs(method, target, rates, [pair[0]["flops"] for pair in seeds], cut, trained))
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> str:
     """Methods in rows; right after the cut and after training, mean and deviation over the seeds."""
-    runs = [row for row in rows if row["what"] == "run"]
     lines = [
         "| method | FLOPs left | rate | right after the cut | after training | seeds |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for target in sorted({row["target"] for row in runs}, reverse=True):
-        for method in METHODS:
-            found = [row for row in runs if row["method"] == method and row["target"] == target]
-            if found:
-                cells = [f"{_mean([row[what] for row in found])} %" for what in ("cut", "trained")]
-                flops = statistics.mean(row["flops"] for row in found)
-                lines.append(
-                    f"| {method} | {100 * flops:.1f} % | {found[0]['rate']:g} | {' | '.join(cells)} | {len(found)} |"
-                )
+    for one in cross_fitted(rows, tuned):
+        rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(one.rates))
+        lines.append(
+            f"| {one.method} | {100 * statistics.mean(one.flops):.1f} % | {rates} | {_mean(one.cut)} % "
+            f"| {_mean(one.trained)} % | {len(one.trained)} |"
+        )
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Accuracy against FLOPs, right after the cut and after training, every method on both."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
-    runs = [row for row in rows if row["what"] == "run"]
+    made = cross_fitted(rows, tuned)
     for axes, what, when in zip(
         figure.subplots(1, 2), ("cut", "trained"), ("right after the cut", "after training"), strict=True
     ):
         for method in METHODS:
-            found = [row for row in runs if row["method"] == method]
-            points = sorted({row["target"] for row in found})
-            means = [
-                [statistics.mean(row[key] for row in found if row["target"] == point) for key in ("flops", what)]
-                for point in points
-            ]
+            points = [one for one in made if one.method == method]
             if len(points) > 1:
-                wide = 2.5 if method == OURS else 1.2
-                shares, accuracies = zip(*means, strict=True)
-                axes.plot([100 * x for x in shares], accuracies, marker="o", markersize=3, linewidth=wide, label=method)
+                axes.errorbar(
+                    [100 * statistics.mean(one.flops) for one in points],
+                    [statistics.mean(getattr(one, what)) for one in points],
+                    [statistics.stdev(getattr(one, what)) if len(one.trained) > 1 else 0 for one in points],
+                    marker="o",
+                    markersize=3,
+                    linewidth=2.5 if method == OURS else 1.2,
+                    label=method,
+                )
         axes.set(xlabel="FLOPs left (%)", ylabel="test accuracy (%)", title=f"{title}, {when}")
         axes.invert_xaxis()
         axes.grid(alpha=0.3)
