@@ -37,9 +37,10 @@ def verify_groups(
     search = _Search(trial, order)
     search.sift(groups, 0.5)
     shared = _sharing([group for group in groups if group.name not in search.failed])
-    # Numbered from 1, so that each is in one of the selections.
-    for bit in range(len(shared).bit_length()):
-        search.sift([group for number, group in enumerate(shared, 1) if number >> bit & 1], 1.0)
+    selections = [[g for i, g in enumerate(shared) if i >> bit & 1] for bit in range((len(shared) - 1).bit_length())]
+    # Number 0 is in none of these.
+    for selection in [*selections, shared[:1]] if shared else []:
+        search.sift(selection, 1.0)
     return [group for group in groups if group.name not in search.failed], search.failed
 
 
