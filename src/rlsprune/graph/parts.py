@@ -51,14 +51,15 @@ class Parts:
                 handle.remove()
 
     def around(self, groups: Sequence[Group]) -> nn.Module | None:
-        """The innermost module with all that these groups change that was called; None: only the network itself."""
+        """The innermost module that was called and has all that these groups change; None if that is most of them."""
         names = {member.name for group in groups for member in group.members}
         names |= {member.name for group in groups if group.attention for member in group.attention.members}
         names |= {name for group in groups if group.attention for name in group.attention.attributes({})}
         name = common_module(names)
         while name and self._modules.get(name) not in self._calls:
             name = name.rpartition(".")[0]
-        return self._modules[name] if name else None
+        module = self._modules[name]
+        return module if 2 * sum(1 for _ in module.modules()) < len(self._modules) else None
 
     def call_of(self, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it was called with, as new tensors: the module may write to them."""
