@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 
 from rlsprune.graph import find_groups
 from rlsprune.graph.trial import CutTrial
+from rlsprune.graph.verify import _selections
 from zoo import FusedAttention
 
 
@@ -99,9 +103,18 @@ def test_the_runs_of_a_transformer_grow_with_the_logarithm_of_its_groups(runs: l
         graph = find_groups(model, torch.randn(2, 4, 5), ignore=["input"])
         groups = [group for group in graph if "[" in group.name]
         assert len(groups) == 2 * count
-        # One without a change; a pair with all groups, one for each digit of their numbers, and one for number 0.
-        assert runs.count(None) == 1 + 2 * (2 + (len(groups) - 1).bit_length())
+        # One without a change; a pair with all groups, and one for each selection of them.
+        assert runs.count(None) == 1 + 2 * (1 + len(_selections(groups)))
         assert {run for run in runs if run is not None} == {model.blocks[0].inner}
+
+
+def test_each_of_two_groups_is_once_tried_without_the_other() -> None:
+    for count in range(40):
+        numbers: list[Any] = list(range(count))
+        selections = _selections(numbers)
+        for one, other in itertools.permutations(numbers, 2):
+            assert any(one in selection and other not in selection for selection in selections)
+        assert len(selections) <= 4 or math.comb(len(selections) - 1, (len(selections) - 1) // 2) < count
 
 
 def test_a_choice_that_is_wrong_after_the_block_is_found_out() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,9 +24,11 @@ def verify_groups(
     """Keep the groups from which any channels, or input features, can go.
 
     All are tried at once, about half of each: an odd number stays, which shows code that needs the width to be a
-    multiple of something. Groups that share a layer are tried again in so many selections that any two of them are once
-    told apart: ``torch.chunk`` is right while both halves lose equally many. After a failure, the first layer that went
-    wrong tells where to look: nearly always a group fails in its own block, and so does that of every block like it.
+    multiple of something. Groups that share a layer are tried again in selections in which each of them is once without
+    any other one: ``torch.chunk`` is right while both halves lose equally many, and an attention may have to be told to
+    go by the width of its heads when its input loses channels, which it is told with its heads. After a failure, the
+    first layer that went wrong tells where to look: nearly always a group fails in its own block, and so does that of
+    every block like it.
 
     Args:
         trial: Of the network.
@@ -37,11 +41,20 @@ def verify_groups(
     search = _Search(trial, order)
     search.sift(groups, 0.5)
     shared = _sharing([group for group in groups if group.name not in search.failed])
-    selections = [[g for i, g in enumerate(shared) if i >> bit & 1] for bit in range((len(shared) - 1).bit_length())]
-    # Number 0 is in none of these.
-    for selection in [*selections, shared[:1]] if shared else []:
+    for selection in _selections(shared):
         search.sift(selection, 1.0)
     return [group for group in groups if group.name not in search.failed], search.failed
+
+
+def _selections(groups: Sequence[Group]) -> list[list[Group]]:
+    """The fewest in which any two groups are told apart both ways: each is once there without the other.
+
+    No group is in all of the selections that another one is in, being in equally many (Sperner's theorem).
+    """
+    count = next(count for count in itertools.count() if math.comb(count, count // 2) >= len(groups))
+    chosen = list(zip(groups, itertools.combinations(range(count), count // 2), strict=False))
+    selections = [[group for group, own in chosen if number in own] for number in range(count)]
+    return [selection for selection in selections if selection] or [list(groups[:1])]
 
 
 def _sharing(groups: Sequence[Group]) -> list[Group]:
