@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from rlsprune.graph.fields import compact
 from rlsprune.graph.labels import EVERYTHING, Label, LabelSets, broadcast, is_constant
 from rlsprune.graph.members import Axis
 
@@ -89,13 +90,13 @@ class Products:
         return spread.permute([letters.index(letter) for letter in made])
 
     def _are_scores(self, labels: Tensor) -> bool:
-        return all(self.labels[number].scores for number in torch.unique(labels).tolist())
+        return all(self.labels[number].scores for number in torch.unique(compact(labels)).tolist())
 
     def _are_mixed_heads(self, left: Tensor, right: Tensor) -> bool:
         """Whether all entries of a head were mixed on both sides, as a norm of queries and keys does."""
         if not (is_constant(left, -2) and is_constant(right, -1)):
             return False
-        sides = [[self.labels[number] for number in torch.unique(side).tolist()] for side in (left, right)]
+        sides = [[self.labels[number] for number in torch.unique(compact(side)).tolist()] for side in (left, right)]
         return all(not label.scores and len(self._layers_of([label])) > 1 for side in sides for label in side)
 
     def _contract(self, head: list[int]) -> int:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlsprune.graph.fields import compact
+
 __all__ = ["EVERYTHING", "NOTHING", "Label", "LabelSets", "broadcast", "is_constant"]
 
 NOTHING, EVERYTHING = 0, 1
@@ -93,10 +95,11 @@ class LabelSets:
             return labels.sum(dim, keepdim=True)
         if is_constant(labels, dim):
             return labels.narrow(dim, 0, 1)
-        rows, back = torch.unique(labels.movedim(dim, -1).reshape(-1, labels.shape[dim]), dim=0, return_inverse=True)
+        small = compact(labels)
+        rows, back = torch.unique(small.movedim(dim, -1).reshape(-1, small.shape[dim]), dim=0, return_inverse=True)
         joined = torch.tensor([self.join(row) for row in rows.tolist()])
-        shape = [size for place, size in enumerate(labels.shape) if place != dim % labels.dim()]
-        return joined[back].view(shape).unsqueeze(dim)
+        shape = [size for place, size in enumerate(small.shape) if place != dim % labels.dim()]
+        return joined[back].view(shape).unsqueeze(dim).expand(labels.narrow(dim, 0, 1).shape)
 
     def elementwise(self, *labels: Tensor) -> Tensor:
         """Labels of a result that is computed entry by entry from tensors that broadcast."""
@@ -112,16 +115,21 @@ class LabelSets:
             return one
         if not bool(one.any()):
             return other
+        shape = one.shape
+        for dim in range(len(shape)):
+            if is_constant(one, dim) and is_constant(other, dim):
+                one, other = one.narrow(dim, 0, 1), other.narrow(dim, 0, 1)
         least = min(int(one.min()), int(other.min()))
         span = int(other.max()) - least + 1
         pairs, back = torch.unique((one - least) * span + (other - least), return_inverse=True)
         ones, others = (pairs // span + least).tolist(), (pairs % span + least).tolist()
-        return torch.tensor(list(map(self._pair, ones, others)))[back]
+        return torch.tensor(list(map(self._pair, ones, others)))[back].expand(shape)
 
     def each(self, labels: Tensor, function: Callable[[int], int]) -> Tensor:
         """Replaces every label by what a function makes of its number."""
-        known, back = torch.unique(labels, return_inverse=True)
-        return torch.tensor([function(number) for number in known.tolist()], dtype=torch.long)[back]
+        known, back = torch.unique(compact(labels), return_inverse=True)
+        made = torch.tensor([function(number) for number in known.tolist()], dtype=torch.long)
+        return made[back].expand(labels.shape)
 
 
 def broadcast(*labels: Tensor) -> list[Tensor]:
@@ -132,4 +140,4 @@ def broadcast(*labels: Tensor) -> list[Tensor]:
 
 def is_constant(labels: Tensor, dim: int) -> bool:
     """Whether all entries along a dimension have the same label."""
-    return labels.shape[dim] <= 1 or bool((labels == labels.narrow(dim, 0, 1)).all())
+    return labels.shape[dim] <= 1 or labels.stride(dim) == 0 or bool((labels == labels.narrow(dim, 0, 1)).all())
