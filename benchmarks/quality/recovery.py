@@ -1,10 +1,11 @@
 """Trained networks, cut at once and then trained on: accuracy right after the cut and after training, for every method.
 
 The networks are the ResNets of `benchmarks.quality.trained`. All methods get the same network, FLOPs, images, epochs,
-schedule and loss: cross-entropy and the divergence from the given network's outputs, half and half, as
-`rlsprune.shrink` trains by default; momentum SGD whose rate falls to zero by a cosine. Methods in rounds cut a part at
-the start of each of the first epochs. torch-pruning cannot stop right at a target in narrow layers, so ours is cut to
-the FLOPs that it ends at.
+schedule and loss: cross-entropy and the divergence from the given network's outputs, half and half, at a temperature of
+4, as `rlsprune.shrink` trains by default; momentum SGD whose rate falls to zero by a cosine; forward passes in
+bfloat16, by autocast. Accuracies are those of the network in float32. Methods in rounds cut a part at the start of each
+of the first epochs. torch-pruning cannot stop right at a target in narrow layers, so ours is cut to the FLOPs that it
+ends at.
 
 The given network has seen all training images, which therefore cannot choose a rate: networks that remember them would
 win. So each half of the test images is judged at the rate that is best on the other half. `tune` trains every method at
@@ -42,7 +43,7 @@ from benchmarks.quality.shrink import RIVALS, Record, ours, parts
 from benchmarks.quality.trained import DEVIATION, MEAN, Case, load_case
 from rlsprune.app.data import Batches, load
 from rlsprune.training.loop import train_epoch
-from rlsprune.training.objective import divergence
+from rlsprune.training.objective import taught
 
 BATCH, TUNING_SEED = 128, 9
 OURS, SCRATCH = "rlsprune.shrink", "its shape from scratch"
@@ -181,28 +182,32 @@ class Training:
         """One epoch."""
         steps = self._epochs * len(batches)
 
-        def taught() -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        def pairs() -> Iterator[tuple[Tensor, Any]]:
             for number, (pixels, labels) in enumerate(batches):
                 done = (epoch * len(batches) + number) / steps
                 for group in optimizer.param_groups:
                     group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * done))
                 images = _normed(pixels)
-                yield images, (labels, self._given(epoch, number, images) if distilled else labels)
+                yield images, (labels, self._given(epoch, number, images)) if distilled else labels
 
-        def loss(images: Tensor, wanted: tuple[Tensor, Tensor]) -> Tensor:
-            outputs, (labels, given) = model(images), wanted
-            if not distilled:
-                return cross_entropy(outputs, labels)
-            return (cross_entropy(outputs, labels) + divergence([outputs], [given], classes=True)) / 2
+        def loss(images: Tensor, wanted: Any) -> Tensor:
+            with _half_precision():
+                outputs = model(images)
+            return taught(outputs.float(), *wanted) if distilled else cross_entropy(outputs.float(), wanted)
 
-        train_epoch(model, optimizer, taught(), loss)
+        train_epoch(model, optimizer, pairs(), loss)
 
     @torch.no_grad()
     def _given(self, epoch: int, number: int, images: Tensor) -> Tensor:
         """What the given network says of a batch: the batches of a seed are the same for every method."""
         if (epoch, number) not in self._taught:
-            self._taught[epoch, number] = self._case.model.eval()(images)
+            with _half_precision():
+                self._taught[epoch, number] = self._case.model.eval()(images).float()
         return self._taught[epoch, number]
+
+
+def _half_precision() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def _normed(pixels: Tensor) -> Tensor:

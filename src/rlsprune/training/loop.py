@@ -13,7 +13,7 @@ from rlsprune.model.calls import batch_size
 from rlsprune.model.modes import evaluating
 from rlsprune.training.guard import FaultError, Guard
 
-__all__ = ["Batch", "EpochLoss", "Evaluation", "Loss", "evaluate", "evaluation_sums", "train_epoch"]
+__all__ = ["Batch", "EpochLoss", "Evaluation", "Loss", "evaluate", "evaluation_sums", "in_bfloat16", "train_epoch"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, labels) → the mean loss of the batch."""
@@ -93,6 +93,23 @@ def train_epoch(
     if not sums:
         raise ValueError("there is no batch to train on: take more training images or a smaller batch_size")
     return EpochLoss(_total(sums) / seen, float(last))
+
+
+def in_bfloat16(network: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The network with its forward pass in bfloat16, by autocast, and its outputs in float32.
+
+    Example:
+        >>> layer = nn.Linear(4, 2)
+        >>> in_bfloat16(layer)(torch.ones(3, 4)).dtype
+        torch.float32
+    """
+
+    def forward(inputs: Tensor) -> Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            outputs = network(inputs)
+        return outputs.float()
+
+    return forward
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Evaluation:

@@ -17,26 +17,40 @@ from rlsprune.model.modes import evaluating
 from rlsprune.training.batches import Pair
 from rlsprune.training.loop import Loss
 
-__all__ = ["Objective", "divergence"]
+__all__ = ["Objective", "taught"]
 
 # Without labels, outputs are taken for class scores if the likeliest class has at least this probability on average.
 _CONFIDENT = 0.2
 _TEACHER = 0.5  # the share of the given network in what is learnt, beside labels
+_TEMPERATURE = 4.0  # a trained network is sure of its training images: as it is, it says little beyond their labels
 
 
-def divergence(outputs: list[Tensor], given: list[Tensor], classes: bool) -> Tensor:
+def taught(output: Tensor, labels: Tensor, given: Tensor) -> Tensor:
+    """What is minimised with class labels: their cross-entropy, and how far the given network's scores are.
+
+    Args:
+        output: Class scores of the smaller network.
+        labels: Of the classes; −100 marks what does not count.
+        given: Class scores of the given network.
+    """
+    apart = _divergence([_classes_last(output, labels)], [_classes_last(given, labels)], classes=True)
+    return (1 - _TEACHER) * _entropy(output, labels) + _TEACHER * apart
+
+
+def _divergence(outputs: list[Tensor], given: list[Tensor], classes: bool) -> Tensor:
     """How far outputs are from those of the given network.
 
     Args:
         outputs: Of the smaller network.
         given: Of the given one.
-        classes: Whether they are scores of classes. Then it is the Kullback-Leibler divergence of their probabilities,
-            averaged over the inputs; else the squared difference over the variance of what was given, summed over the
-            tensors.
+        classes: Whether they are scores of classes. Then it is the Kullback-Leibler divergence of their probabilities
+            at a temperature, times its square, averaged over the inputs; else the squared difference over the variance
+            of what was given, summed over the tensors.
     """
     if classes:
-        ours, theirs = (value.float().flatten(0, -2).log_softmax(-1) for value in (outputs[0], given[0]))
-        return F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
+        scores = (value.float().flatten(0, -2) / _TEMPERATURE for value in (outputs[0], given[0]))
+        ours, theirs = (value.log_softmax(-1) for value in scores)
+        return _TEMPERATURE**2 * F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
     total = torch.zeros((), device=given[0].device)
     for one, other in zip(outputs, given, strict=True):
         variance = other.float().var(correction=0).clamp_min(torch.finfo(torch.float32).tiny)
@@ -111,10 +125,9 @@ class Objective:
             return _regression(outputs, targets)
         with torch.no_grad():
             given = _predictions(_call(self._given, inputs))
-        apart = divergence(_last(outputs, targets), _last(given, targets), self.classes)
-        if not self.class_labels:
-            return apart
-        return (1 - _TEACHER) * _entropy(outputs[0], targets) + _TEACHER * apart
+        if self.class_labels:
+            return taught(outputs[0], targets, given[0])
+        return _divergence(outputs, given, self.classes)
 
     def _loss_beside_entropy(self, outputs: Tensor, inputs: Any, targets: Tensor) -> bool:
         """Whether the network's loss is not the cross-entropy of outputs and labels, place by place.
@@ -245,11 +258,8 @@ def _own_loss(model: nn.Module, inputs: Any, targets: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def _last(outputs: list[Tensor], targets: Any) -> list[Tensor]:
-    """Outputs with the classes last, where labels tell that they lie elsewhere."""
-    if isinstance(targets, Tensor) and len(outputs) == 1 and _class_dim(outputs[0], targets) == 1:
-        return [outputs[0].movedim(1, -1)]
-    return outputs
+def _classes_last(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.movedim(1, -1) if _class_dim(outputs, labels) == 1 else outputs
 
 
 def _regression(outputs: list[Tensor], targets: Tensor) -> Tensor:

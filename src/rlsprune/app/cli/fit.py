@@ -188,6 +188,7 @@ def fit(
     threads: options.Threads = None,
     on_fault: options.OnFault = None,
     deterministic: options.Deterministic = False,
+    bfloat16: options.Bfloat16 = False,
     resume: options.Resume = None,
     logger: options.Logger = None,
     quiet: options.Quiet = False,
@@ -238,6 +239,7 @@ def fit(
         threads=machine["threads"],
         on_fault=on_fault,
         deterministic=deterministic,
+        bfloat16=bfloat16,
     )
     of_data = data.rpartition(":")[2] if names_function(data) else Path(data).stem
     name = f"{model.rpartition(':')[2]}-{of_data}-seed{seed}"

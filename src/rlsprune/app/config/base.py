@@ -55,6 +55,8 @@ class BaseConfig:
     training: TrainingSettings
     on_fault: str = "raise"
     deterministic: bool = False
+    bfloat16: bool = False
+    """Whether the forward passes of training run in bfloat16, by autocast. All else stays in float32."""
     cpu_seconds: float | None = None
     """The processor time after which the run ends, instead of after `epochs`, which then only set the patience."""
 

@@ -97,4 +97,5 @@ def build_recipe(
         training=config.training,
         on_fault=config.on_fault,
         deterministic=config.deterministic,
+        bfloat16=config.bfloat16,
     )

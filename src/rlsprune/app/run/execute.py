@@ -34,7 +34,7 @@ from rlsprune.model.counts import count
 from rlsprune.prune.event import PruneEvent
 from rlsprune.training.average import MovingAverage
 from rlsprune.training.guard import MAX_ROLLBACKS, FaultError, Guard, rollbacks
-from rlsprune.training.loop import EpochLoss, train_epoch
+from rlsprune.training.loop import EpochLoss, in_bfloat16, train_epoch
 
 __all__ = ["Run", "train_and_prune"]
 
@@ -163,11 +163,12 @@ class Run:
             observer.batch(number, loss)
 
         if self.recipe.trains:
+            forward = in_bfloat16(self.network) if self.recipe.bfloat16 else self.network
             losses = train_epoch(
                 self.network,
                 self.optimizer,
                 self._batches_in_time(),
-                self.share.loss_of(self.network, self.recipe.loss),
+                self.share.loss_of(forward, self.recipe.loss),
                 guard=self.guard,
                 after_backward=self.method.after_backward,
                 after_step=self.method.after_step,

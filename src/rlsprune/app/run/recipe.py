@@ -66,7 +66,9 @@ class Recipe:
     trains: bool = True
     """Whether epochs train; False to prune the network as it is prepared."""
     deterministic: bool = False
-    """Whether torch may use only algorithms that give the same numbers every time; see `make_deterministic`."""
+    """Whether torch may use only algorithms that give the same numbers every time; see `deterministic`."""
+    bfloat16: bool = False
+    """Whether the forward passes of training run in bfloat16."""
 
     def training_batches(self, split: Split, generator: torch.Generator, images_per_epoch: int) -> Batches:
         """Batches of the training split, shuffled and augmented."""

@@ -54,7 +54,7 @@ class Share:
         """This rank's part of every batch."""
         return batches if self.ranks is None else _Divided(batches, self)
 
-    def loss_of(self, network: nn.Module, loss: Loss) -> Loss:
+    def loss_of(self, network: Callable[[Tensor], Tensor], loss: Loss) -> Loss:
         """The loss of this rank's part of a batch, weighted so that the ranks' mean is the batch's."""
 
         def weighted(inputs: Tensor, labels: Tensor) -> Tensor:
