@@ -9,7 +9,7 @@ ends at.
 
 The given network has seen all training images, which therefore cannot choose a rate: networks that remember them would
 win. So each half of the test images is judged at the rate that is best on the other half. `tune` trains every method at
-as many rates (L1, random, cuts in rounds and most variants of ours take the rates of their kin), with a seed of its
+as many rates (cuts in rounds and most variants of ours take the rates of their kin), with a seed of its
 own; `run` makes the runs, right after the last cut and at the end; `draw` prints the table and, with --out, the
 picture. All of it goes on where it was.
 
@@ -98,8 +98,8 @@ METHODS: Mapping[str, Method] = {
     "the same without distillation": Method(ours, like=OURS, distilled=False),
     "the same trained by RLS": Method(ours, rates=(0.01, 0.03, 0.1, 0.3), optimizer=_rls),
     "L2": Method(RIVALS["L2"]),
-    "L1": Method(RIVALS["L1"], like="L2"),
-    "random": Method(RIVALS["random"], like="L2"),
+    "L1": Method(RIVALS["L1"]),
+    "random": Method(RIVALS["random"], rates=(0.01, 0.02, 0.05, 0.1)),
     SCRATCH: Method(ours, rates=(0.02, 0.05, 0.1, 0.2), scratch=True),
     f"{OURS} in two rounds": Method(ours, 2, like=OURS),
     "L2 in two rounds": Method(RIVALS["L2"], 2, like="L2"),

@@ -73,7 +73,7 @@ def test_a_method_s_own_recipe_is_what_it_was_before_recipes_had_names() -> None
 
 def test_config_without_recipe_and_rate_is_that_of_an_earlier_version() -> None:
     config = make_config("mnist-fnn", "l1-norm")
-    new = ("recipe", "lr", "cpu_seconds", "rival_target", "rival_target_of", "test_on")
+    new = ("recipe", "lr", "cpu_seconds", "rival_target", "rival_target_of", "test_on", "bfloat16")
     old = RunConfig.from_dict({name: value for name, value in config.to_dict().items() if name not in new})
     assert config.differences(old) == []
     assert old.rate == 0.1

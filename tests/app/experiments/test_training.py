@@ -38,6 +38,22 @@ def test_learning_rate_stays_and_then_falls_to_zero(tmp_path: Path, tiny: dict[s
     assert live.optimizer.param_groups[0]["lr"] == 0
 
 
+def test_forward_passes_of_training_in_bfloat16_and_all_else_in_float32(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    found = {}
+    for half in (False, True):
+        config = make_config("digits-fnn", bfloat16=half, **{**tiny, "epochs": 3})
+        live = Run(make_recipe(config, load_data(config)), RunFolder(tmp_path / str(half)))
+        seen: dict[bool, torch.dtype] = {}
+        live.model.fc2.register_forward_hook(lambda layer, _, y, seen=seen: seen.update({layer.training: y.dtype}))  # type: ignore[union-attr]
+        live.epoch(Observer())
+        assert seen == {True: torch.bfloat16 if half else torch.float32, False: torch.float32}
+        state = [*live.model.parameters(), *live.optimizer.inverse("fc1")]  # type: ignore[operator]
+        assert {tensor.dtype for tensor in state} == {torch.float32}
+        found[half] = live.record.metrics[0]["train_loss"]
+    assert found[True] != found[False]
+    assert found[True] == pytest.approx(found[False], rel=0.02)
+
+
 def test_what_is_evaluated_is_the_moving_average(tmp_path: Path, tiny: dict[str, Any]) -> None:
     live = current(tmp_path, tiny, TrainingSettings(average=0.5), epochs=2)
     horizon = 0.5 * len(live.batches)

@@ -130,9 +130,10 @@ class Table:
 
 _MNIST_SIZES = (0.2, 0.1, 0.05, 0.02, 0.01)
 _MNIST_TUNING = {"train_images": 10000, "epochs": 10}
+_LONG = {"batch_size": 64, "warmup_epochs": 0, "bfloat16": True}
 _ALL_IMAGES = {
-    "cifar10-vgg": {"train_images": 50000, "test_images": 10000, "batch_size": 64, "epochs": 28, "warmup_epochs": 0},
-    "svhn-vgg": {"train_images": 73257, "test_images": 26032, "batch_size": 64, "epochs": 20, "warmup_epochs": 0},
+    "cifar10-vgg": {"train_images": 50000, "test_images": 10000, "epochs": 28, **_LONG},
+    "svhn-vgg": {"train_images": 73257, "test_images": 26032, "epochs": 20, **_LONG},
 }
 _IMAGE_TUNING = {"train_images": 10000, "epochs": 8}
 
