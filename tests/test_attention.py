@@ -28,6 +28,7 @@ NAMES = [
     "gpt2",
     "llama",
     "hybrid",
+    "pixel-attention",
     "torch-attention",
     "torch-cross-attention",
 ]

@@ -603,6 +603,23 @@ class ConvAttention(nn.Module):
         return x + self.out(attended.reshape(batch, -1, height, width))
 
 
+class PixelAttention(nn.Module):
+    """As timm's NextViT has it: between pixels, whose width, under batch norms, stands where that of the heads does."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.q, self.kv, self.out = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = x.flatten(2).transpose(1, 2)
+        batch, count, width = pixels.shape
+        query = self.q(pixels).reshape(batch, count, self.num_heads, self.head_dim).transpose(1, 2)
+        key, value = self.kv(pixels).reshape(batch, count, 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, scale=0.5)
+        return x + self.out(attended.transpose(1, 2).reshape(batch, count, width)).transpose(1, 2).reshape(x.shape)
+
+
 class TorchAttention(nn.Module):
     """``nn.MultiheadAttention`` of its input alone; with keys and values of their own widths if told so."""
 
@@ -943,6 +960,12 @@ ZOO: dict[str, Specimen] = {
     ),
     "hybrid": Specimen(
         lambda: ResNet(ConvAttention(8, 2), BasicBlock(8, 8, 1), stem=8, head=8),
+        _IMAGE,
+        {"stem.0": 8, "blocks.0[heads]": 2, "blocks.0[dims]": 4, "blocks.1.conv1": 8},
+        ("fc",),
+    ),
+    "pixel-attention": Specimen(
+        lambda: ResNet(PixelAttention(8, 2), BasicBlock(8, 8, 1), stem=8, head=8),
         _IMAGE,
         {"stem.0": 8, "blocks.0[heads]": 2, "blocks.0[dims]": 4, "blocks.1.conv1": 8},
         ("fc",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -91,9 +92,20 @@ def _beside(
 ) -> tuple[list[Group], dict[str, str]]:
     """Groups, and reasons to leave layers alone, of what is no part of a head."""
     taken = {member.axis for group in heads for member in group.producers + group.carriers}
-    left = [g for g in drafts if taken.isdisjoint(member.axis for member in g.producers + g.carriers)]
+    left = [
+        replace(group, fitted=_homes_behind(group, heads))
+        for group in drafts
+        if taken.isdisjoint(member.axis for member in group.producers + group.carriers)
+    ]
     names = {name for name, _ in taken}
     return left, {name: why for name, why in skipped.items() if name.partition("[")[0] not in names}
+
+
+def _homes_behind(group: Group, heads: Sequence[Group]) -> tuple[str, ...]:
+    """Fitted modules of the attentions that read these channels: the width of their input shrinks too."""
+    read = {member.name for member in group.consumers}
+    attentions = [head.attention for head in heads if head.attention is not None and head.attention.fitted is not None]
+    return tuple(sorted({str(one.fitted) for one in attentions if read & {member.name for member in one.members}}))
 
 
 def _in_order(groups: Sequence[Group], order: Mapping[nn.Module, int]) -> list[Group]:

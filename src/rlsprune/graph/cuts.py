@@ -11,6 +11,7 @@ from torch import Tensor
 from rlsprune.graph.groups import Group, unit_index
 from rlsprune.graph.layers import axis_of, join
 from rlsprune.graph.members import Axis, Member
+from rlsprune.model.sizes import FITTED
 from rlsprune.model.tensors import is_sharded, memory_format, placed_like, whole
 
 
@@ -64,6 +65,8 @@ def plan_cuts(removed: Sequence[tuple[Group, Tensor | Sequence[int]]]) -> Cuts:
                 members[member.axis] = member
                 cuts.stay[member.axis] = torch.ones(_channels(member), dtype=torch.bool)
             cuts.stay[member.axis][member.index[units]] = False
+        for name in group.fitted if len(units) else ():
+            cuts.attributes.setdefault(name, {})[FITTED] = 1
     for axis, member in members.items():
         _cut_member(cuts, member, cuts.stay[axis].nonzero().flatten())
     for attention in {group.attention.name: group.attention for group, _ in removed if group.attention}.values():

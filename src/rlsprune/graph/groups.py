@@ -54,6 +54,8 @@ class Group:
     """What the units are a part of: heads, or dimensions in all heads."""
     level: int = 0
     """Of two groups that share channels, as heads and the dimensions inside of them do, the outer one is lower."""
+    fitted: tuple[str, ...] = ()
+    """Modules that read the units and whose code writes the width of its input where that of its heads stands."""
 
     @property
     def members(self) -> tuple[Member, ...]:

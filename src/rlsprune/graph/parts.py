@@ -55,6 +55,7 @@ class Parts:
         names = {member.name for group in groups for member in group.members}
         names |= {member.name for group in groups if group.attention for member in group.attention.members}
         names |= {name for group in groups if group.attention for name in group.attention.attributes({})}
+        names |= {name for group in groups for name in group.fitted}
         name = common_module(names)
         while name and self._modules.get(name) not in self._calls:
             name = name.rpartition(".")[0]
