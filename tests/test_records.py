@@ -173,7 +173,7 @@ PARTS = {
 
 def test_what_each_part_is_worth_is_that_of_its_record() -> None:
     page = (DOCS / "trained-networks.md").read_text(encoding="utf-8")
-    shown = rows(page[page.index("What each part is worth") : page.index("\n## How small")])[1:]
+    shown = rows(page[page.index("What each part is worth") : page.index("\n## After training")])[1:]
     for column, (network, digits) in enumerate([("resnet20", 2), ("resnet56", 2), ("efficientnet-lite0", 0)], 1):
         content = json.loads((RUNS / "trained-networks" / f"{network}-parts.json").read_text(encoding="utf-8"))
         accuracies = {PARTS[cells[0]]: cells[column] for cells in shown}
