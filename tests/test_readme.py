@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import inspect
 import io
@@ -96,6 +97,26 @@ def test_commands_and_links_exist(page: Path) -> None:
     assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(((?!https?:)[^)#]+)", text):
         assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", ["method", "factors"])
+def test_places_in_the_code_exist(page: str) -> None:
+    """`optim.functional.gain` names a function of the package; a name without dots stands in the module before it."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    found = re.findall(r"`((?:app|optim|prune|statistics)(?:\.\w+)+)`((?:, `\w+`)*)", text)
+    assert found
+    for address, others in found:
+        names = address.split(".")
+        depth = max(i for i in range(1, len(names) + 1) if find_module(names[:i]))
+        for last in [names[depth:], *([name] for name in re.findall(r"\w+", others))]:
+            assert functools.reduce(getattr, last, importlib.import_module(f"rlsprune.{'.'.join(names[:depth])}"))
+
+
+def find_module(names: list[str]) -> bool:
+    try:
+        return importlib.util.find_spec(f"rlsprune.{'.'.join(names)}") is not None
+    except ModuleNotFoundError:  # the name before is not a package
+        return False
 
 
 def test_readme_is_read_in_two_minutes() -> None:
