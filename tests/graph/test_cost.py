@@ -7,13 +7,13 @@ import itertools
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rlsprune.graph import find_groups
+from rlsprune.graph import Group, find_groups
+from rlsprune.graph.members import Member
 from rlsprune.graph.trial import CutTrial
 from rlsprune.graph.verify import _selections
 from zoo import FusedAttention
@@ -98,26 +98,38 @@ def attention() -> FusedAttention:
     return FusedAttention(12, 3)
 
 
-def test_the_runs_of_a_transformer_grow_with_the_logarithm_of_its_groups(runs: list[nn.Module | None]) -> None:
+def test_a_deep_transformer_takes_as_many_runs_as_a_shallow_one(runs: list[nn.Module | None]) -> None:
     for count in (2, 7):
         runs.clear()
         model = Network(count, attention)
-        tries = 3  # that raise an error in the first block: they are begun in the network as well
         graph = find_groups(model, torch.randn(2, 4, 5), ignore=["input"])
         groups = [group for group in graph if "[" in group.name]
         assert len(groups) == 2 * count
-        # One without a change; a pair with all groups, and one for each selection of them.
-        assert runs.count(None) == 1 + 2 * (1 + len(_selections(groups))) + tries
+        # One without a change; a pair with all groups, with the heads, and with the dimensions; and one that confirms
+        # the first error of the first block.
+        assert runs.count(None) == 1 + 2 * 3 + 1
         assert {run for run in runs if run is not None} == {model.blocks[0].inner}
 
 
-def test_each_of_two_groups_is_once_tried_without_the_other() -> None:
+def reading(name: str, *layers: nn.Module) -> Group:
+    members = tuple(Member("", layer, "in", torch.arange(2).unsqueeze(1)) for layer in layers)
+    return Group(name, 2, False, (), (), members)
+
+
+def test_each_of_two_groups_that_meet_is_once_tried_without_the_other() -> None:
+    layer = nn.Linear(2, 2)
     for count in range(40):
-        numbers: list[Any] = list(range(count))
-        selections = _selections(numbers)
-        for one, other in itertools.permutations(numbers, 2):
+        groups = [reading(str(number), layer) for number in range(count)]
+        selections = _selections(groups)
+        for one, other in itertools.permutations(groups, 2):
             assert any(one in selection and other not in selection for selection in selections)
         assert len(selections) <= 4 or math.comb(len(selections) - 1, (len(selections) - 1) // 2) < count
+
+
+def test_groups_that_do_not_meet_are_tried_together() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(30)]
+    groups = [reading(str(number), *layers[number : number + 2]) for number in range(29)]
+    assert [len(selection) for selection in _selections(groups)] == [15, 14]
 
 
 def test_a_choice_that_is_wrong_after_the_block_is_found_out() -> None:

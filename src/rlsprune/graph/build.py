@@ -21,6 +21,7 @@ from rlsprune.graph.settle import settle_attention
 from rlsprune.graph.trace import trace_groups
 from rlsprune.graph.trial import CutTrial
 from rlsprune.graph.verify import verify_groups
+from rlsprune.graph.watch import LayerWatch
 from rlsprune.model.arguments import check_iterable, shown
 from rlsprune.model.attention import open_attention, opened
 from rlsprune.model.calls import ExampleInputs
@@ -55,10 +56,10 @@ def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterabl
     check_inputs(example_inputs)
     ignored = _expand(model, ignore)
     call = Call.of(example_inputs)
-    with uninterrupted(), preserved(model), plain_attention(), opened(model):
+    with uninterrupted(), preserved(model), plain_attention(), opened(model), LayerWatch(model) as watch:
         call, labelling, seen = _run(model, call)
         inputs, raw = _input_groups(model, seen, ignored)
-        trial = CutTrial(model, call)
+        trial = CutTrial(model, call, watch)
         heads, headless = _attention(model, call, labelling, seen, ignored, trial)
         drafts, skipped = _beside(heads, *trace_groups(labelling, seen, ignored))
         found = [*inputs, *_in_order([*heads, *drafts], labelling.order)]

@@ -32,6 +32,8 @@ class Slab:
 
     def entries(self, channels: Tensor, size: int) -> Tensor:
         """Which of its entries, of so many, these channels are; those of other tensors left out."""
+        if self.offset == 0 and self.repeats == 1 and (not len(channels) or int(channels.max()) < size):
+            return channels
         span = size // self.repeats
         own = channels[(channels >= self.offset) & (channels < self.offset + span)] - self.offset
         return own if self.repeats == 1 else (torch.arange(self.repeats)[:, None] * span + own).flatten()

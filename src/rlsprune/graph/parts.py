@@ -24,6 +24,7 @@ class Parts:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
+        self._sizes: dict[nn.Module, int] = {}
         self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     @contextmanager
@@ -60,7 +61,9 @@ class Parts:
         while name and self._modules.get(name) not in self._calls:
             name = name.rpartition(".")[0]
         module = self._modules[name]
-        return module if 2 * sum(1 for _ in module.modules()) < len(self._modules) else None
+        if module not in self._sizes:
+            self._sizes[module] = sum(1 for _ in module.modules())
+        return module if 2 * self._sizes[module] < len(self._modules) else None
 
     def call_of(self, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it was called with, as new tensors: the module may write to them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
-from rlsprune.graph.cuts import plan_cuts
+from rlsprune.graph.cuts import Cuts, plan_cuts
 from rlsprune.graph.groups import Group
 from rlsprune.graph.layers import axis_of, join
-from rlsprune.graph.observe import Call, hooked
+from rlsprune.graph.observe import Call
 from rlsprune.graph.parts import Parts
 from rlsprune.graph.readers import at_readers, uncalled_readers, without_channels, zero_channels, zeroed
+from rlsprune.graph.watch import LayerWatch
 from rlsprune.model.calls import output_tensors
 from rlsprune.model.sizes import write_sizes
+from rlsprune.model.tensors import tensors_in
 
 __all__ = ["CutTrial", "Mismatch", "first_line"]
 
@@ -42,13 +46,14 @@ class Mismatch:
 class CutTrial:
     """The network with random weights, which cannot hide a mistake as zero-initialised ones do."""
 
-    def __init__(self, model: nn.Module, call: Call) -> None:
+    def __init__(self, model: nn.Module, call: Call, watch: LayerWatch) -> None:
         self.model = model
+        self._watch = watch
         self.runs = 0
         """Of the network as a whole."""
         self._parts = Parts(model)
-        named = list(model.named_modules())
-        self.layers = {module: name for name, module in named if next(module.children(), None) is None}
+        self._confirmed: set[tuple[type[nn.Module], str]] = set()
+        """Kinds of parts, and errors in them, without numbers, that the network raised as well."""
         self.canonical: dict[int, str] = {}
         """Id of a parameter or buffer → the first of its names."""
         self.places: dict[str, str] = {}
@@ -56,7 +61,7 @@ class CutTrial:
         self._tensors: dict[str, Tensor] = {}
         self._spots: list[tuple[dict[str, Tensor | None], str, str]] = []
         for kind in ("_parameters", "_buffers"):
-            for path, module in named:
+            for path, module in model.named_modules():
                 own: dict[str, Tensor | None] = getattr(module, kind)
                 for key, tensor in own.items():
                     if tensor is not None:
@@ -64,8 +69,11 @@ class CutTrial:
                         self.places[join(path, key)] = name
                         self._tensors.setdefault(name, tensor)
                         self._spots.append((own, key, name))
-        self._recurrent = [module for module in self.layers if isinstance(module, nn.RNNBase)]
-        metal = any(tensor.device.type == "mps" for tensor in self._tensors.values())
+        self._recurrent = [module for module in watch.names if isinstance(module, nn.RNNBase)]
+        devices = {tensor.device.type for tensor in (*self._tensors.values(), *tensors_in((call.args, call.kwargs)))}
+        metal = "mps" in devices
+        # Seeding the generators of devices that are not there takes longer than a small network.
+        self._seed = torch.default_generator.manual_seed if devices <= {"cpu"} else torch.manual_seed
         # Some networks insist on single precision somewhere in their forward; some overflow with random weights.
         self.obstacle: str | None = None
         self.uncalled: set[nn.Module] = set()
@@ -82,7 +90,7 @@ class CutTrial:
         try:
             with self._parts.recorded():
                 seen = self.run({})
-            self.uncalled = self.layers.keys() - seen.keys()
+            self.uncalled = self._watch.names.keys() - seen.keys()
             finite = all(bool(tensor.isfinite().all()) for tensor in seen[_OUTPUT])
             self._difference(seen, seen, "channels")  # sparse outputs, say, cannot be compared
         except torch.OutOfMemoryError:
@@ -95,8 +103,9 @@ class CutTrial:
 
     def _use(self, call: Call, dtype: torch.dtype, random: bool) -> None:
         self.tolerance = _TOLERANCE[dtype]
+        self._last: dict[str, tuple[dict[int, Tensor] | None, Tensor]] = {}
         generator = torch.Generator().manual_seed(_SEED)
-        norms = {id(buffer) for m in self.layers if isinstance(m, _NormBase) for buffer in m._buffers.values()}
+        norms = {id(buffer) for m in self._watch.names if isinstance(m, _NormBase) for buffer in m._buffers.values()}
         self.state = {}
         for name, tensor in self._tensors.items():
             if not tensor.is_floating_point():
@@ -122,7 +131,7 @@ class CutTrial:
     def fault_nearby(self, groups: Sequence[Group], amount: float, trusted: bool = False) -> Mismatch | None:
         """`fault` of a part of the network, where that can tell. That nothing goes wrong there is no proof.
 
-        An error is looked for in the network too: a part may need what only the network's own run prepares.
+        An error is looked for in the network too, once: a part may need what only the network's own run prepares.
 
         Args:
             groups: Those that lose units.
@@ -131,9 +140,15 @@ class CutTrial:
         """
         part = self.part_of(groups)
         fault = self.fault(groups, amount, part)
-        if part is not None and fault is not None and (fault.layer is None or (fault.raised and not trusted)):
-            return self.fault(groups, amount)
-        return fault
+        if part is None or fault is None:
+            return fault
+        error = (type(part), re.sub(r"\d+", "", fault.why))
+        if fault.layer is not None and (trusted or not fault.raised or error in self._confirmed):
+            return fault
+        found = self.fault(groups, amount)
+        if found is not None and found.raised:
+            self._confirmed.add(error)
+        return found
 
     def fault(self, groups: Sequence[Group], amount: float, part: nn.Module | None = None) -> Mismatch | None:
         """What goes wrong when units of each of these groups go (0: one, 1: all but one); None if nothing does.
@@ -145,25 +160,14 @@ class CutTrial:
         """
         if self.obstacle is not None:
             return Mismatch(self.obstacle)
-        generator = torch.Generator().manual_seed(_SEED)
-        chosen: list[tuple[Group, Tensor]] = []
-        for group in groups:
-            count = 1 + int(amount * (group.size - 2))
-            # An odd number stays where more than one could.
-            count += 1 if 1 < count < group.size - 1 and (group.size - count) % 2 == 0 else 0
-            chosen.append((group, torch.randperm(group.size, generator=generator)[:count].sort().values))
+        chosen = [(group, _some_units(group, amount)) for group in groups]
         cuts = plan_cuts(chosen)
-        state = {self.places[name]: cuts.cut(name, self.state[self.places[name]]) for name in cuts.tensors}
+        state = {self.places[name]: self._cut(cuts, name) for name in cuts.tensors}
         what = "features" if all(group.is_input for group in groups) else "channels"
         inputs = [(group, units) for group, units in chosen if group.is_input]
-        entered: list[nn.Module] = []
         try:
             # First what may raise an error, and early.
-            with (
-                _attributes(self.model, cuts.attributes),
-                at_readers(inputs, without_channels),
-                hooked(self._layers_of(part), lambda module, _: entered.append(module)),
-            ):
+            with _attributes(self.model, cuts.attributes), at_readers(inputs, without_channels):
                 small = self.run(state, part)
             with at_readers(chosen, zero_channels):
                 whole = self.run(self._without_products(chosen), part)
@@ -171,8 +175,17 @@ class CutTrial:
             raise  # the machine's limits say nothing about the network
         except Exception as error:
             why = f"the network does not run without some of its {what} ({first_line(error)})"
-            return Mismatch(why, entered[-1] if entered else None, raised=True)
+            return Mismatch(why, self._watch.entered, raised=True)
         return self._difference(whole, small, what)
+
+    def _cut(self, cuts: Cuts, name: str) -> Tensor:
+        """A tensor without what goes: that of the last trial, where it is the same."""
+        dims = cuts.tensors[name]
+        before, made = self._last.get(name, (None, None))
+        if made is None or name in cuts.factors or not _same(dims, before):
+            made = cuts.cut(name, self.state[self.places[name]])
+            self._last[name] = (None if name in cuts.factors else dims, made)
+        return made
 
     def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
         """Tensors with channels zeroed that no layer is called with: queries, by keys alone, and states, by their own.
@@ -205,26 +218,13 @@ class CutTrial:
     def run(self, state: dict[str, Tensor], part: nn.Module | None = None) -> dict[nn.Module | str, list[Tensor]]:
         """Outputs of every layer and of the network, or of one part of it."""
         self.runs += part is None
-        seen: dict[nn.Module | str, list[Tensor]] = {}
-
-        def record(module: nn.Module, _: Any, output: Any) -> None:
-            seen.setdefault(module, []).extend(output_tensors(output))
-
         module = self.model if part is None else part
         args, kwargs = self.inputs if part is None else self._parts.call_of(part)
-        handles = [layer.register_forward_hook(record) for layer in self._layers_of(part)]
-        torch.manual_seed(_SEED)
-        try:
-            with torch.no_grad(), self._holding(self.state | state):
-                output = module(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        seen[_OUTPUT] = output_tensors(output)
-        return seen
-
-    def _layers_of(self, part: nn.Module | None) -> list[nn.Module]:
-        return list(self.layers) if part is None else [own for own in part.modules() if own in self.layers]
+        self._seed(_SEED)
+        self._watch.begin()
+        with torch.no_grad(), self._holding(self.state | state):
+            output = module(*args, **kwargs)
+        return {**self._watch.made, _OUTPUT: output_tensors(output)}
 
     @contextmanager
     def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -257,7 +257,7 @@ class CutTrial:
                         return Mismatch(f"the network's output changes its shape {shape} without some of its {what}")
                 elif not _close(one, other, self.tolerance):
                     where = layer if isinstance(layer, nn.Module) else None
-                    name = self.layers[where] if where is not None else _OUTPUT
+                    name = self._watch.names[where] if where is not None else _OUTPUT
                     return Mismatch(
                         f"without some of its {what} {name} is not what it is with them zeroed at their readers", where
                     )
@@ -289,6 +289,19 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
             module.__class__ = kind
             for name, value in own.items():
                 setattr(module, name, value)
+
+
+def _some_units(group: Group, amount: float) -> Tensor:
+    """The same in every trial, and others in every group."""
+    count = 1 + int(amount * (group.size - 2))
+    # An odd number stays where more than one could.
+    count += 1 if 1 < count < group.size - 1 and (group.size - count) % 2 == 0 else 0
+    generator = torch.Generator().manual_seed(zlib.crc32(group.name.encode()))
+    return torch.randperm(group.size, generator=generator)[:count].sort().values
+
+
+def _same(one: Mapping[int, Tensor], other: Mapping[int, Tensor] | None) -> bool:
+    return other is not None and one.keys() == other.keys() and all(torch.equal(one[dim], other[dim]) for dim in one)
 
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

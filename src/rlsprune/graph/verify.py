@@ -25,9 +25,9 @@ def verify_groups(
 
     All are tried at once, about half of each: an odd number stays, which shows code that needs the width to be a
     multiple of something. Groups that share a layer are tried again in selections in which each of them is once without
-    any other one: ``torch.chunk`` is right while both halves lose equally many, and an attention may be told its sizes
-    together with another group only. After a failure, the first layer that went wrong tells where to look. A group that
-    fails nearly always fails in its own block, and its twins fail in theirs.
+    any other one that it meets in a layer: ``torch.chunk`` is right while both halves lose equally many, and an
+    attention may be told its sizes together with another group only. After a failure, the first layer that went wrong
+    tells where to look. A group that fails nearly always fails in its own block, and its twins fail in theirs.
 
     Args:
         trial: Of the network.
@@ -46,14 +46,30 @@ def verify_groups(
 
 
 def _selections(groups: Sequence[Group]) -> list[list[Group]]:
-    """The fewest in which any two groups are told apart both ways: each is once there without the other.
+    """Some in which any two groups that meet in a layer are told apart both ways: each is once without the other.
 
-    No group is in all of the selections that another one is in, being in equally many (Sperner's theorem).
+    Groups that do not meet can have the same number. No group is in all of the selections that another number is in,
+    being in equally many (Sperner's theorem).
     """
-    count = next(count for count in itertools.count() if math.comb(count, count // 2) >= len(groups))
-    chosen = list(zip(groups, itertools.combinations(range(count), count // 2), strict=False))
-    selections = [[group for group, own in chosen if number in own] for number in range(count)]
-    return [selection for selection in selections if selection] or [list(groups[:1])]
+    numbers = _numbered(groups)
+    most = max(numbers, default=0)
+    count = next(count for count in itertools.count(1) if math.comb(count, count // 2) > most)
+    words = list(itertools.combinations(range(count), max(count // 2, 1)))
+    chosen = [[group for group, own in zip(groups, numbers, strict=True) if at in words[own]] for at in range(count)]
+    return [selection for selection in chosen if selection]
+
+
+def _numbered(groups: Sequence[Group]) -> list[int]:
+    """A small number for each group, another one than those of all groups that it meets in a layer."""
+    taken: dict[nn.Module, set[int]] = {}
+    numbers = []
+    for group in groups:
+        layers = {member.module for member in group.members}
+        others = set[int]().union(*(taken.get(layer, ()) for layer in layers))
+        numbers.append(next(number for number in itertools.count() if number not in others))
+        for layer in layers:
+            taken.setdefault(layer, set()).add(numbers[-1])
+    return numbers
 
 
 def _sharing(groups: Sequence[Group]) -> list[Group]:
