@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import rlsprune
+from rlsprune import Pruner
 from rlsprune.model.calls import output_tensors
 
 RECORD = Path("docs/results/zoo")
@@ -236,7 +236,7 @@ def measure(name: str, make: Maker) -> dict[str, Any]:
     start = time.process_time()
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        pruner = rlsprune.Pruner(model, optimizer, example, ratio=RATIO, criterion="l1", compensate=False)
+        pruner = Pruner(model, optimizer, example, ratio=RATIO, criterion="l1", compensate=False)
         found["making_seconds"] = round(time.process_time() - start, 3)
         found |= {"groups": len(pruner.groups), "skipped": pruner.skipped}
         start = time.process_time()

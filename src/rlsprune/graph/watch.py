@@ -18,8 +18,8 @@ class LayerWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {module: name for name, module in model.named_modules() if next(module.children(), None) is None}
-        self.made: dict[nn.Module, list[Tensor]] = {}
-        """What each layer made since `begin`."""
+        self.made: dict[nn.Module | str, list[Tensor]] = {}
+        """What each layer made since `begin`, in the order of their calls."""
         self.entered: nn.Module | None = None
         """The layer that was called last."""
         self._handles: list[RemovableHandle] = []
