@@ -62,10 +62,10 @@ def soak(means: Tensor, steps: int, forgetting: float, rank: int | None, scales:
         x = means[step % len(means)].double() * factors
         for entry, dtype in zip(entries, dtypes, strict=True):
             inverse = inverse_step([[entry]])
-            look = inverse.look([x.to(dtype)], MEAN_SCALE)
+            _, energy = inverse.look([x.to(dtype)], MEAN_SCALE)
             inverse.update_(forgetting, WIND_UP_LIMIT, None)
             if dtype == torch.float32:
-                told += look.energy >= MOST_ROUNDED / torch.finfo(dtype).eps
+                told += energy >= MOST_ROUNDED / torch.finfo(dtype).eps
         if step % max(1, steps // 10) == 0:
             forms = [form_of(entry) for entry in entries]
             eigenvalues, asymmetry = forms[0].eigenvalues(), forms[0].asymmetry()

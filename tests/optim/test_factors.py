@@ -15,7 +15,7 @@ from reference.training import ReferenceRLS, closed_form_ridge, paper_loss
 from rlsprune.optim import factors
 from rlsprune.optim.entries import form_of, initial_entry, inverse_step
 from rlsprune.optim.factored import Factored, capacity
-from rlsprune.optim.forms import InverseState
+from rlsprune.optim.packing import InverseState
 from rlsprune.statistics.inverse import inverses_of
 
 N, OUT, RANK, K = 40, 5, 8, 0.1
@@ -40,13 +40,13 @@ def step(entry: InverseState, x: Tensor, forgetting: float = 1.0, gate: Tensor |
     """One step of P; ``xᵀPx`` and ``∇W P`` before it."""
     gradients = gradient(len(x), x.dtype)
     inverse = inverse_step([[entry]])
-    look = inverse.look([x], K)
-    assert (look.excitation > -1e-3).all()
+    excitation, _ = inverse.look([x], K)
+    assert (excitation > -1e-3).all()
     assert inverse.meet([gradients]).isfinite().all()
     velocity = torch.zeros_like(gradients[0])
-    inverse.velocity_step_([(velocity, None)], 0.0, -torch.ones_like(look.excitation))
+    inverse.velocity_step_([(velocity, None)], 0.0, -torch.ones_like(excitation))
     inverse.update_(forgetting, 2.0, gate)
-    return look.excitation / K, velocity
+    return excitation / K, velocity
 
 
 def factored(x: Tensor, rank: int = RANK, p0: float = 1.0) -> InverseState:
@@ -270,10 +270,10 @@ def test_large_mean_inputs_that_hardly_vary_leave_p_definite(spread: float, rank
     for number in range(steps):
         x = 50 + spread * torch.randn(1, 785, generator=generator)
         inverse = inverse_step([[entry]])
-        assert float(inverse.look([x], K).excitation) > -1e-6, number
+        assert float(inverse.look([x], K)[0]) > -1e-6, number
         inverse.update_(1.0, 2.0, None)
     assert form_of(entry).eigenvalues().min() > 0
     if rank is not None and not spread:
         energy = K * float(x.square().sum())
-        excitation = inverse_step([[entry]]).look([x], K).excitation
+        excitation = inverse_step([[entry]]).look([x], K)[0]
         assert float(excitation) == pytest.approx(energy / (1 + steps * energy), rel=0.05)

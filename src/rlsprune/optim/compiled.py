@@ -15,8 +15,6 @@ from torch import Tensor
 
 from rlsprune.optim.layers import Layer
 
-__all__ = ["Watcher", "enlist", "exporting", "noticed", "with_gradient_noticed"]
-
 
 class Watcher(Protocol):
     """Who is told."""
@@ -42,15 +40,16 @@ def enlist(watcher: Watcher, layer: Layer) -> int:
     return number
 
 
+@torch.library.custom_op("rlsprune::seen", mutates_args=("mark",))
 def noticed(inputs: Tensor, mark: Tensor, number: int) -> None:
     """Tells the watcher of a layer's inputs.
 
     Args:
-        inputs: Of the layer.
+        inputs: Of the layer, detached.
         mark: Any tensor that outlives the code; it is said to change, or compilers would take the call for useless.
         number: The watcher's.
     """
-    _seen(inputs.detach(), mark, number)
+    _tell(number, inputs)
 
 
 def with_gradient_noticed(layer: Layer, inputs: Tensor, output: Tensor, number: int) -> Tensor:
@@ -73,11 +72,6 @@ class _Identity(torch.autograd.Function):
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor, None, None]:
         (inputs,) = ctx.saved_tensors
         return _arrived(deltas[0], inputs, ctx.number), None, None
-
-
-@torch.library.custom_op("rlsprune::seen", mutates_args=("mark",))
-def _seen(inputs: Tensor, mark: Tensor, number: int) -> None:
-    _tell(number, inputs)
 
 
 @torch.library.custom_op("rlsprune::arrived", mutates_args=())

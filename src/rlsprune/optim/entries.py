@@ -1,7 +1,7 @@
 """What the optimizer keeps of a layer's P: made, joined, moved, copied and read from files.
 
 `optimizer.state[weight]["inverse"]` is a dict of plain values: ``{"P"}``, or ``{"C", "T", "beta", "rows", "rank"}``
-(:func:`rlsprune.optim.factored.initial_factors`). A form (:mod:`rlsprune.optim.forms`) wraps it.
+(:func:`rlsprune.optim.factored.initial_factors`). A form wraps it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from rlsprune.optim import factors, functional
 from rlsprune.optim.factored import Factored, FactoredStep, capacity, initial_factors
-from rlsprune.optim.forms import Form, InverseState, InverseStep
-from rlsprune.optim.packing import INVERSE
+from rlsprune.optim.packing import INVERSE, InverseState
 from rlsprune.optim.whole import Whole, WholeStep
+
+Form = Whole | Factored
+InverseStep = WholeStep | FactoredStep
 
 RANK = 16
 """How many directions of the mean inputs are kept apart by default: docs/settings.md has the measurements."""
@@ -29,16 +31,16 @@ def in_factors(inputs: int, rank: int | None) -> bool:
 
 def initial_entry(x: Tensor, p0: float, rank: int | None) -> InverseState:
     """``P = p0·I`` for a layer with this mean input ``(G, n)``: in factors, if those are smaller than P."""
-    if rank is not None and in_factors(x.shape[-1], rank):
-        return initial_factors(x, p0, rank)
-    return {"P": functional.initial_inverse(x, p0)}
+    return _initial(x, p0, rank if in_factors(x.shape[-1], rank) else None)
 
 
-def entry_bytes(inputs: int, rank: int | None) -> int:
-    """What :func:`initial_entry` takes for each group of a float32 layer on a device with float64."""
-    if rank is not None and in_factors(inputs, rank):
-        return 4 * capacity(rank) * inputs + 8 * capacity(rank) ** 2 + 8
-    return 4 * inputs**2
+def renewed(entry: InverseState, shape: Sequence[int], p0: float) -> InverseState:
+    """``P = p0·I`` in the form of an entry, for a mean input of this shape."""
+    return _initial(form_of(entry).like.new_empty(*shape), p0, entry.get("rank"))
+
+
+def _initial(x: Tensor, p0: float, rank: int | None) -> InverseState:
+    return {"P": functional.initial_inverse(x, p0)} if rank is None else initial_factors(x, p0, rank)
 
 
 def form_of(entry: InverseState) -> Form:
@@ -60,6 +62,11 @@ def kind(entry: InverseState) -> tuple[Any, ...]:
     return tuple((part.shape, part.dtype) if isinstance(part, Tensor) else part for part in parts)
 
 
+def of_groups(entry: InverseState, keep: Tensor) -> InverseState:
+    """A new entry, for some of the groups."""
+    return {key: value[keep] if isinstance(value, Tensor) else value for key, value in entry.items()}
+
+
 def moved(entry: InverseState, like: Tensor) -> InverseState:
     """The entry on the device of a mean input, P or C in its dtype; itself, if it is so already."""
     main, small = form_of(entry).like, factors.wide(like.device)
@@ -69,11 +76,6 @@ def moved(entry: InverseState, like: Tensor) -> InverseState:
         key: v.to(like.device, like.dtype if v is main else small) if isinstance(v, Tensor) else v
         for key, v in entry.items()
     }
-
-
-def copied(entry: InverseState, device: torch.device) -> InverseState:
-    """A copy of the entry on a device, in its own dtypes."""
-    return {key: v.to(device, copy=True) if isinstance(v, Tensor) else v for key, v in entry.items()}
 
 
 def upgraded(state: dict[str, Any]) -> dict[str, Any]:

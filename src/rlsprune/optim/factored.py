@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from rlsprune.model.tensors import complement
 from rlsprune.optim import factors, functional
-from rlsprune.optim.forms import InverseState, Look, Matrices
-from rlsprune.optim.packing import joined, pack
+from rlsprune.optim.functional import Matrices
+from rlsprune.optim.packing import InverseState, joined, pack
 
 
 def capacity(rank: int) -> int:
@@ -32,7 +32,7 @@ def initial_factors(x: Tensor, p0: float, rank: int) -> InverseState:
 
 
 class Factored:
-    """``P⁻¹ = β(I + CᵀC)``."""
+    """``P⁻¹ = β(I + CᵀC)``, as a prune and a check use it: what :class:`rlsprune.optim.whole.Whole` does with P."""
 
     def __init__(self, entry: InverseState) -> None:
         self._entry = entry
@@ -41,22 +41,15 @@ class Factored:
         self.rows: int = entry["rows"]
         self.like = self.C
 
-    def reset_(self, p0: float) -> None:
-        """See :class:`Form`."""
-        fresh = self.anew(len(self.C), self.C.shape[-1], p0)
-        for key in ("C", "T", "beta"):
-            self._entry[key].copy_(fresh[key])
-        self._entry["rows"] = self.rows = 0
-
     def dense(self) -> Tensor:
-        """See :class:`Form`."""
+        """``(I − ZᵀZ)/β``."""
         T: Tensor = self._entry["T"][:, : self.rows, : self.rows]
         Z = T @ self.C[:, : self.rows].to(T.dtype)
         identity = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
         return ((identity - Z.mT @ Z) / self.beta[:, None, None]).to(self.C.dtype)
 
     def eigenvalues(self) -> Tensor:
-        """See :class:`Form`; those of CCᵀ give them."""
+        """By those of CCᵀ."""
         C, n = self.C[:, : self.rows].detach().to(device="cpu", dtype=torch.float64), self.C.shape[-1]
         beta = self.beta.to(device="cpu", dtype=torch.float64).unsqueeze(-1)
         if not C.isfinite().all():
@@ -65,37 +58,31 @@ class Factored:
         return 1 / (beta * (1 + nn.functional.pad(energies, (0, n - energies.shape[-1]))))
 
     def asymmetry(self) -> float:
-        """See :class:`Form`."""
+        """There is none."""
         return 0.0
-
-    def of_groups(self, keep: Tensor) -> InverseState:
-        """See :class:`Form`."""
-        return self._with(self.C[keep], self.beta[keep])
 
     def without(self, gone: Tensor) -> InverseState:
         """A new entry, for the inputs that stay: exactly their P, which is the columns of C that stay."""
-        return self._with(self._columns_without(gone), self.beta.clone())
+        return self._with(self._columns(gone)[0])
 
     def sliced(self, gone: Tensor) -> InverseState:
-        """See :class:`Form`; the columns that stay, whitened by those that go."""
-        T = factors.whitener(factors.gram(_columns(self.C, gone.to(self.C.device))))
-        C = (T @ self._columns_without(gone).to(T.dtype)).to(self.C.dtype)
-        return self._with(C, self.beta.clone())
+        """The columns that stay, whitened by those that go."""
+        staying, going = self._columns(gone)
+        T = factors.whitener(factors.gram(going))
+        return self._with((T @ staying.to(T.dtype)).to(staying.dtype))
 
-    def _columns_without(self, gone: Tensor) -> Tensor:
-        stay = torch.stack([complement(self.C.shape[-1], rows) for rows in gone.to(self.C.device)])
-        return _columns(self.C, stay)
+    def _columns(self, gone: Tensor) -> list[Tensor]:
+        """Each group's own columns of C: those that stay, and those that go."""
+        gone = gone.to(self.C.device)
+        stay = torch.stack([complement(self.C.shape[-1], rows) for rows in gone])
+        return [self.C.gather(-1, own.unsqueeze(-2).expand(-1, self.C.shape[-2], -1)) for own in (stay, gone)]
 
-    def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
-        """See :class:`Form`."""
-        return initial_factors(self.C.new_empty(groups, inputs), p0, self._entry["rank"])
-
-    def _with(self, C: Tensor, beta: Tensor) -> InverseState:
-        return self._entry | {"C": C, "T": factors.whitener(factors.gram(C)), "beta": beta}
+    def _with(self, C: Tensor) -> InverseState:
+        return self._entry | {"C": C, "T": factors.whitener(factors.gram(C)), "beta": self.beta.clone()}
 
 
 class FactoredStep:
-    """P of layers in a step: C for each size, all else for all of them at once."""
+    """P of layers in a step, as :class:`rlsprune.optim.whole.WholeStep`: C by size, all else for all at once."""
 
     def __init__(self, sizes: Sequence[Sequence[InverseState]]) -> None:
         """Takes the entries of the layers of each size, all of which have equally many rows in use."""
@@ -125,16 +112,16 @@ class FactoredStep:
         self._known, self._excitation = factors.excitation(T, products, energy)
         return energy.view(-1)
 
-    def look(self, means: Sequence[Tensor], mean_scale: float) -> Look:
-        """See :class:`InverseStep`."""
+    def look(self, means: Sequence[Tensor], mean_scale: float) -> tuple[Tensor, Tensor]:
+        """``xᵀPx = (xᵀx − |TCx|²)/β``."""
         self._p = self._beta.reciprocal()
         # As they will be stored: what T says of a row that was rounded since adds up until P is indefinite.
         self._new = self._scaled(means, (self._p * mean_scale).sqrt())
         energy = self._meet_rows()
-        return Look(self._excitation, energy)
+        return self._excitation, energy
 
     def meet(self, gradients: Sequence[Matrices]) -> Tensor:
-        """See :class:`InverseStep`; a gradient that is not finite shows in the thin product."""
+        """A gradient that is not finite shows in the thin product."""
         used, T = self._used()
         Z = [own.bmm(C) for own, C in zip(self._by_size(T.to(used[0].dtype)), used, strict=True)]
         thin = [factors.thin_product(*own) for own in zip(Z, gradients, strict=True)]
@@ -142,13 +129,13 @@ class FactoredStep:
         return joined([own.sum((1, 2)) for own in thin] if self._rows else [functional.norm(*own) for own in gradients])
 
     def velocity_step_(self, velocities: Sequence[Matrices], momentum: float, scale: Tensor) -> None:
-        """See :class:`InverseStep`."""
+        """``Ψ ← α·Ψ − s/β·(∇ − (∇Zᵀ)Z)``."""
         scales = self._by_size((scale * self._p).to(self._C[0].dtype).view(-1, 1, 1))
         for velocity, met, own in zip(velocities, self._met, scales, strict=True):
             factors.velocity_step_(velocity, *met, momentum, own)
 
     def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
-        """See :class:`InverseStep`; a full C is compressed even where the gate is closed, and gets a row of zeros."""
+        """A full C is compressed even where the gate is closed, and gets a row of zeros."""
         if gate is not None:
             self._new = [torch.where(gate, row, 0) for row in self._new]
             self._known, self._excitation = (torch.where(gate, v, 0) for v in (self._known, self._excitation))
@@ -184,8 +171,3 @@ class FactoredStep:
             strongest = turn.bmm(C.to(turn.dtype))
             C.zero_()[:, :rank] = strongest
         self._beta.mul_(growth)
-
-
-def _columns(C: Tensor, which: Tensor) -> Tensor:
-    """Selects each group's own columns, ``(G, m, k)``."""
-    return C.gather(-1, which.unsqueeze(-2).expand(-1, C.shape[-2], -1))

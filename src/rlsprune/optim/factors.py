@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlsprune.optim.forms import Matrices
+from rlsprune.optim.functional import Matrices
 
 
 def wide(device: torch.device) -> torch.dtype:

@@ -16,7 +16,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from rlsprune.optim.forms import Matrices
+Matrices = tuple[Tensor, Tensor | None]
+"""What belongs to the weight, ``(G, out, n)``, and to the bias, ``(G, out)``, if there is one."""
 
 # Rows of P scaled at a time when forgetting: bounds the temporary at this many rows instead of the size of P.
 _FORGET_ROWS = 256
@@ -43,8 +44,8 @@ def subtract_square_(P: Tensor, v: Tensor, sign: Tensor) -> None:
     P.addcmul_(v.unsqueeze(-1), (v * sign).unsqueeze(-2), value=-1)
 
 
-def forget_(P: Tensor, forgetting: float, limit: float) -> None:
-    """``P ← P / λ`` in place, except that no diagonal entry is scaled past ``limit``.
+def forget_(P: Tensor, forgetting: float, limit: float, gate: Tensor | None) -> None:
+    """``P ← P / λ`` in place if the gate is open, except that no diagonal entry is scaled past ``limit``.
 
     An input that is always zero (a border pixel, a dead ReLU) is never excited, so plain forgetting multiplies its row
     by 1/λ for ever until it overflows (wind-up). Here ``P ← D P D`` with ``d_i = min(λ^-½, √(limit / P_ii))``: a
@@ -53,6 +54,7 @@ def forget_(P: Tensor, forgetting: float, limit: float) -> None:
     diagonal = P.diagonal(dim1=-2, dim2=-1)
     room = (limit / diagonal.clamp_min(torch.finfo(P.dtype).tiny)).sqrt()
     d = room.clamp(min=1.0, max=forgetting**-0.5)
+    d = d if gate is None else torch.where(gate, d, 1)
     for rows in range(0, P.shape[-1], _FORGET_ROWS):
         part = slice(rows, rows + _FORGET_ROWS)
         P[..., part, :].mul_(d[..., part, None] * d[..., None, :])

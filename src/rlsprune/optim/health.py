@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlsprune.optim.forms import Form
+from rlsprune.optim.entries import Form
 
 
 @dataclass(frozen=True)

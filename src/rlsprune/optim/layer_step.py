@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlsprune.model.tensors import is_sharded, local
+from rlsprune.model.tensors import is_sharded, local, tensors_in
 from rlsprune.optim.checks import check_unresized
-from rlsprune.optim.entries import initial_entry, inverse_step, kind, moved
+from rlsprune.optim.entries import InverseStep, initial_entry, inverse_step, kind, moved
 from rlsprune.optim.faults import Check, Fault
-from rlsprune.optim.forms import InverseStep, Matrices
+from rlsprune.optim.functional import Matrices
 from rlsprune.optim.packing import INVERSE, VELOCITY, State, joined, pack, velocity_of
 from rlsprune.optim.sgd_step import step_parameters_
 
@@ -77,7 +77,7 @@ def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[R
     for layer in layers:
         entry = state[layer.weight][INVERSE]
         size: Any = id(layer.weight)  # rows that other processes have, or large enough by itself
-        most = max(layer.weight.numel(), *(value.numel() for value in entry.values() if isinstance(value, Tensor)))
+        most = max(part.numel() for part in (layer.weight, *tensors_in(entry)))
         if not is_sharded(layer.weight) and most <= _MOST_JOINED:
             size = tuple((p.shape, p.dtype, p.grad is None) for p in layer.parameters)
         key = (layer.mean.dtype, layer.mean.device, *(layer.group[setting] for setting in _SETTINGS), *kind(entry))
@@ -108,14 +108,15 @@ class LayerStep:
         layers = [layer for same in sizes for layer in same]
         group, mean = layers[0].group, layers[0].mean
         inverse = inverse_step([[state[layer.weight][INVERSE] for layer in same] for same in sizes])
-        look = inverse.look([joined([layer.mean for layer in same]) for same in sizes], group["mean_scale"])
+        means = [joined([layer.mean for layer in same]) for same in sizes]
+        excitation, energy = inverse.look(means, group["mean_scale"])
         gradient = inverse.meet([_gradients(same) for same in sizes])
-        found = torch.stack([look.energy, look.energy, -look.excitation, gradient.abs()])
+        found = torch.stack([energy, energy, -excitation, gradient.abs()])
         sound = (found < _bounds(mean.dtype, mean.device)).flatten()
         if len(mean) > 1:
             sound = sound.view(-1, len(mean)).all(1)
         faults = partial(_faults, [(layer.place, layer.group["name"]) for layer in layers], mean.dtype)
-        return cls(sizes, inverse, group["forgetting"] + look.excitation, [(faults, sound)])
+        return cls(sizes, inverse, group["forgetting"] + excitation, [(faults, sound)])
 
     @property
     def device(self) -> torch.device:

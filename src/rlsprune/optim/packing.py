@@ -15,6 +15,8 @@ INVERSE = "inverse"  # of a weight: P, as :mod:`rlsprune.optim.entries` keeps it
 VELOCITY = "velocity"  # of any parameter: Ψ, of its shape
 
 State = Mapping[Tensor, dict[str, Any]]
+InverseState = dict[str, Any]
+"""What is kept of one layer's P: :mod:`rlsprune.optim.entries`."""
 
 
 def velocity_of(state: State, parameter: Tensor, dtype: torch.dtype) -> Tensor:

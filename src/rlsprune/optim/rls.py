@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from rlsprune.distributed.ranks import Ranks, find_ranks
 from rlsprune.model.arguments import readable_state, shown
 from rlsprune.model.calls import unwrap
 from rlsprune.model.interrupts import uninterrupted
-from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like
+from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like, tensors_in
 from rlsprune.optim.checks import check_settings, states_for
-from rlsprune.optim.entries import RANK, copied, form_of
+from rlsprune.optim.entries import RANK, Form, form_of, renewed
 from rlsprune.optim.faults import FaultWatch
-from rlsprune.optim.forms import Form
 from rlsprune.optim.health import LayerHealth, layer_health
 from rlsprune.optim.layer_step import LayerStep, ReadyLayer, equal_layers
 from rlsprune.optim.layers import divide
@@ -252,8 +253,7 @@ class RLS(Optimizer):
     def inverse_tensors(self, factors_only: bool = False) -> list[Tensor]:
         """All tensors of all P, in the order of the layers; or of those in factors, which ranks may round otherwise."""
         entries = [self.state.get(group["params"][0], {}).get(INVERSE, {}) for group in self._layers()]
-        kept = [entry for entry in entries if not (factors_only and "P" in entry)]
-        return [value for entry in kept for value in entry.values() if isinstance(value, Tensor)]
+        return tensors_in([entry for entry in entries if not (factors_only and "P" in entry)])
 
     def _layers(self, name: str | None = None) -> list[dict[str, Any]]:
         """The parameter groups of all preconditioned layers, or of one."""
@@ -267,8 +267,9 @@ class RLS(Optimizer):
     def reset(self, name: str | None = None) -> None:
         """Sets P of one layer, or of all, back to p0·I. Weights and velocities stay."""
         for group in self._layers(name):
-            if (form := self.form(group["params"][0])) is not None:
-                form.reset_(group["p0"])
+            own = self.state.get(group["params"][0], {})
+            if INVERSE in own:
+                own[INVERSE] = renewed(own[INVERSE], form_of(own[INVERSE]).like.shape[::2], group["p0"])
 
     def check(self, at_most: int | None = None) -> dict[str, LayerHealth]:
         """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ where P is whole.
@@ -310,10 +311,11 @@ class RLS(Optimizer):
         with uninterrupted():
             super().load_state_dict(state_dict)
             for p, saved in states.items():  # torch has cast them to the parameter's dtype
+                copied = partial(Tensor.to, device=p.device, copy=True)
                 if INVERSE in saved:
-                    self.state[p][INVERSE] = copied(saved[INVERSE], p.device)
+                    self.state[p][INVERSE] = tree_map_only(Tensor, copied, saved[INVERSE])
                 if VELOCITY in saved:
-                    self.state[p][VELOCITY] = placed_like(p, saved[VELOCITY].to(p.device, copy=True))
+                    self.state[p][VELOCITY] = placed_like(p, copied(saved[VELOCITY]))
 
     def __getstate__(self) -> dict[str, Any]:
         keys = ("_recorders", "_handles", "rank", "_faults", "_fallback_lr", "_team")

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlsprune.model.tensors import complement, sub_matrix
 from rlsprune.optim import functional
-from rlsprune.optim.forms import InverseState, Look, Matrices
-from rlsprune.optim.packing import pack
+from rlsprune.optim.functional import Matrices
+from rlsprune.optim.packing import InverseState, pack
 
 # ``xᵀPx`` of n inputs is rounded by about √n roundings of ``xᵀx`` times P's largest entry. What is kept of P in the
 # direction of x, in these.
@@ -18,51 +18,49 @@ _LEAST = 2
 
 
 class Whole:
-    """P itself."""
+    """P of a layer, ``(G, n, n)``, as a prune and a check use it."""
 
     def __init__(self, entry: InverseState) -> None:
         self.P: Tensor = entry["P"]
         self.like = self.P
-
-    def reset_(self, p0: float) -> None:
-        """See :class:`Form`."""
-        self.P.zero_().diagonal(dim1=-2, dim2=-1).fill_(p0)
+        """Has P's dtype, device, groups and inputs, and the rows of the largest matrix that eigenvalues take."""
 
     def dense(self) -> Tensor:
-        """See :class:`Form`."""
+        """P itself, ``(G, n, n)``."""
         return self.P
 
     def eigenvalues(self) -> Tensor:
-        """See :class:`Form`."""
+        """Eigenvalues of P, ``(G, n)``, in float64 on the CPU; NaN if P is not finite."""
         P = self.P.detach().to(device="cpu", dtype=torch.float64)
         return torch.linalg.eigvalsh(P) if P.isfinite().all() else torch.full(P.shape[:-1], torch.nan)
 
     def asymmetry(self) -> float:
-        """See :class:`Form`."""
+        """Largest absolute difference between P and its transpose."""
         return (self.P - self.P.mT).abs().max().item()
 
-    def of_groups(self, keep: Tensor) -> InverseState:
-        """See :class:`Form`."""
-        return {"P": self.P[keep]}
-
     def sliced(self, gone: Tensor) -> InverseState:
-        """See :class:`Form`."""
+        """A new entry, for the inputs that stay when those go, ``(G, m)``: their block of P."""
         pairs = zip(self.P, gone.to(self.P.device), strict=True)
         return whole_entry([sub_matrix(P, complement(len(P), rows)) for P, rows in pairs])
 
-    def anew(self, groups: int, inputs: int, p0: float) -> InverseState:
-        """See :class:`Form`."""
-        return {"P": functional.initial_inverse(self.P.new_empty(groups, inputs), p0)}
-
 
 class WholeStep:
-    """P of layers of one size in a step."""
+    """P of layers of one size in a step: one layer with the groups of all of them."""
 
     def __init__(self, entries: Sequence[InverseState]) -> None:
         self.P = pack(entries, "P")
 
-    def look(self, means: Sequence[Tensor], mean_scale: float) -> Look:
-        """See :class:`InverseStep`."""
+    def look(self, means: Sequence[Tensor], mean_scale: float) -> tuple[Tensor, Tensor]:
+        """Eqs. (17), (18).
+
+        Args:
+            means: For each size the mean inputs, ``(G, n)``.
+            mean_scale: k, which :meth:`update_` uses again.
+
+        Returns:
+            For each group ``k·xᵀPx``, NaN or negative if P is not positive definite; and ``k·xᵀx`` times about the
+            largest eigenvalue of P, what rounding errors of the former are relative to.
+        """
         (x,) = means
         self._x, self._mean_scale = x, mean_scale
         self._u, excitation = functional.gain(self.P, x)
@@ -72,24 +70,28 @@ class WholeStep:
         self._excitation = mean_scale * excitation
         self._floor = _LEAST * self.P.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps * energy
         rounded = self._excitation >= -4 * self._floor
-        found = torch.where(rounded, self._excitation.maximum(self._floor), self._excitation)
-        return Look(found, energy)
+        return torch.where(rounded, self._excitation.maximum(self._floor), self._excitation), energy
 
     def meet(self, gradients: Sequence[Matrices]) -> Tensor:
-        """See :class:`InverseStep`."""
+        """One number per group, finite if the gradients are, which :meth:`velocity_step_` uses."""
         (self._gradient,) = gradients
         return functional.norm(*self._gradient)
 
     def velocity_step_(self, velocities: Sequence[Matrices], momentum: float, scale: Tensor) -> None:
-        """See :class:`InverseStep`."""
+        """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, with s per group."""
         (velocity,) = velocities
         functional.velocity_step_(velocity, self._gradient, self.P, momentum, scale)
 
     def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
-        """See :class:`InverseStep`.
+        """Eq. (16) in place.
 
         Where rounding has left nothing of P in the direction of x, it gets back what it can have: else the errors of
         thousands of steps with large inputs add up until P is indefinite.
+
+        Args:
+            forgetting: λ.
+            limit: With λ < 1 a direction that is never excited grows no further.
+            gate: None, or a 0-dim bool on the device: where it is False, P stays as it was.
         """
         k, x = self._mean_scale, self._x
         square = torch.linalg.vecdot(x, x)
@@ -98,15 +100,9 @@ class WholeStep:
         up = x * (missing.sqrt() / square).unsqueeze(-1)
         worn = (missing > 0).unsqueeze(-1)
         v, sign = torch.where(worn, up, down), torch.where(worn, -1.0, 1.0).to(x.dtype)
-        before = None
-        if gate is not None:
-            v = torch.where(gate, v, 0)
-            before = self.P.clone() if forgetting != 1 else None
-        functional.subtract_square_(self.P, v, sign)
+        functional.subtract_square_(self.P, v if gate is None else torch.where(gate, v, 0), sign)
         if forgetting != 1:
-            functional.forget_(self.P, forgetting, limit)
-        if gate is not None and before is not None:
-            self.P.copy_(torch.where(gate, self.P, before))
+            functional.forget_(self.P, forgetting, limit, gate)
 
 
 def whole_entry(matrices: Sequence[Tensor]) -> InverseState:

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from rlsprune.graph import Cuts, Group
 from rlsprune.graph.layers import is_depthwise
 from rlsprune.model.tensors import complement, memory_format, replace_data
-from rlsprune.optim.entries import form_of
+from rlsprune.optim.entries import Form, form_of, of_groups, renewed
 from rlsprune.optim.factored import Factored
-from rlsprune.optim.forms import Form
 from rlsprune.optim.layers import Layer
 from rlsprune.optim.packing import INVERSE
 from rlsprune.optim.whole import whole_entry
@@ -136,9 +135,9 @@ def cut_inverses(
         rows = (gone[:, None] * taps + torch.arange(taps)).flatten()
         if how == "reset":
             p0 = next(group["p0"] for group in optimizer.param_groups if any(p is weight for p in group["params"]))
-            state[INVERSE] = form.anew(len(dims[0]) if depthwise else groups, inputs - len(rows), p0)
+            state[INVERSE] = renewed(state[INVERSE], (len(dims[0]) if depthwise else groups, inputs - len(rows)), p0)
         elif depthwise:
-            state[INVERSE] = form.of_groups(dims[0].to(weight.device))
+            state[INVERSE] = of_groups(state[INVERSE], dims[0].to(weight.device))
         else:
             state[INVERSE] = _without(form, rows.expand(groups, -1), how, removals.get(path, ()))
 

@@ -18,8 +18,8 @@ from rlsprune.model.demands import check_network
 from rlsprune.model.tensors import forget_compiled_code, full_precision
 from rlsprune.optim.compiled import enlist, exporting, noticed
 from rlsprune.optim.entries import RANK, form_of, initial_entry, inverse_step
-from rlsprune.optim.forms import InverseState
 from rlsprune.optim.layers import Layer, mean_input
+from rlsprune.optim.packing import InverseState
 from rlsprune.statistics.inverse import DenseInverse, Inverse, from_rows, inverses_of
 from rlsprune.statistics.rows import has_rows, sample_rows
 
@@ -227,7 +227,7 @@ class _Hook:
             if statistics is not None:
                 statistics.observe(self._name, layer, inputs)
         elif self._number is not None and self._mark is not None and layer.training and torch.is_grad_enabled():
-            noticed(inputs, self._mark, self._number)
+            noticed(inputs.detach(), self._mark, self._number)
 
     def told(self, layer: Layer, inputs: Tensor) -> None:
         """Records the input that compiled code has seen."""

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from rlsprune.model.tensors import complement, exact, sub_matrix
+from rlsprune.optim.entries import Form
 from rlsprune.optim.factored import Factored
-from rlsprune.optim.forms import Form
 
 # Shares of the mean diagonal to add, until a block of a P that was kept in float32 can be factored.
 _DAMPINGS = (0.0, 1e-7, 1e-5)

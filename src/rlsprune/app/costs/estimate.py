@@ -12,8 +12,8 @@ from torch import nn
 
 from rlsprune.app.costs.work import Work, event_work, shrink_work
 from rlsprune.model.arguments import check_argument
-from rlsprune.model.tensors import wait_for
-from rlsprune.optim.entries import entry_bytes, in_factors
+from rlsprune.model.tensors import tensors_in, wait_for
+from rlsprune.optim.entries import in_factors, initial_entry
 from rlsprune.optim.factored import capacity
 from rlsprune.optim.layers import divide
 
@@ -178,13 +178,14 @@ def make_plan(
     for name, layers in parts.layers.items():
         layer, weight = layers[0], layers[0].weight
         groups, inputs = getattr(layer, "groups", 1), weight.shape[1:].numel() + (layer.bias is not None)
+        entry = initial_entry(torch.empty(groups, inputs, device="meta"), 1.0, rank)
         plans.append(
             LayerPlan(
                 name=name,
                 inputs=inputs,
                 outputs=len(weight),
                 groups=groups,
-                inverse_bytes=groups * entry_bytes(inputs, rank),
+                inverse_bytes=sum(part.nbytes for part in tensors_in(entry)),
                 velocity_bytes=_ITEM * sum(p.numel() for p in layer.parameters(recurse=False)),
                 seconds=machine.seconds(*_work(groups, inputs, len(weight), rank)),
             )
