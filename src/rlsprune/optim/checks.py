@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,23 +46,13 @@ def check_settings(model: object, **settings: Any) -> None:
         raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
 
 
-def check_unresized(group: Mapping[str, Any], state: State, mean: Tensor) -> None:
-    """Raises if something has given a layer another size without cutting what is kept for it.
-
-    Args:
-        group: The layer's parameter group.
-        state: The optimizer's.
-        mean: The layer's mean input.
-    """
-    held = [(p, state[p]) for p in group["params"] if p in state]
-    sizes = [("P", form_of(own[INVERSE]).like.shape[-1:], mean.shape[-1:]) for _, own in held if INVERSE in own]
-    sizes += [("velocity", own[VELOCITY].shape, p.shape) for p, own in held if VELOCITY in own]
-    for what, was, now in sizes:
-        if was != now:
-            raise RuntimeError(
-                f"layer {group['name']!r} was resized: its {what} is of size {tuple(was)}, the layer of {tuple(now)}. "
-                "Prune with rlsprune.Pruner, which cuts the optimizer's state as well, or make a new optimizer"
-            )
+def check_unresized(group: Mapping[str, Any], state: State) -> None:
+    """Raises if something has given a layer another size without cutting what the optimizer keeps for it."""
+    for what, was, now in _other_sizes(group, [state.get(p, {}) for p in group["params"]]):
+        raise RuntimeError(
+            f"layer {group['name']!r} was resized: its {what} is of size {was}, the layer of {now}. "
+            "Prune with rlsprune.Pruner, which cuts the optimizer's state as well, or make a new optimizer"
+        )
 
 
 def states_for(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
@@ -77,21 +67,21 @@ def states_for(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any
         raise ValueError(f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model")
     states: dict[Tensor, dict[str, Any]] = {}
     for saved_group, group in zip(saved_groups, groups, strict=True):
-        for key, p in zip(saved_group["params"], group["params"], strict=False):
-            saved = upgraded(state_dict["state"].get(key, {}))
-            _check_shapes(group.get("name"), p, saved)
-            if saved:
-                states[p] = saved
+        saved = [upgraded(state_dict["state"].get(key, {})) for key in saved_group["params"]]
+        for what, was, now in _other_sizes(group, saved):
+            raise ValueError(
+                f"layer {group.get('name')!r}: the saved {what} is of size {was}, the layer of {now}: load the pruned "
+                "model (rlsprune.load) before its optimizer"
+            )
+        states |= {p: own for p, own in zip(group["params"], saved, strict=False) if own}
     return states
 
 
-def _check_shapes(name: str | None, p: Tensor, saved: Mapping[str, Any]) -> None:
-    if VELOCITY in saved and saved[VELOCITY].shape != p.shape:
-        raise ValueError(
-            f"layer {name!r}: the saved velocity is of shape {tuple(saved[VELOCITY].shape)}, the parameter of "
-            f"{tuple(p.shape)}: load the pruned model (rlsprune.load) before its optimizer"
-        )
-    own = p.shape[1:].numel()
-    inputs = form_of(saved[INVERSE]).like.shape[-1] if INVERSE in saved else own
-    if inputs - own not in (0, 1):
-        raise ValueError(f"layer {name!r}: the saved P is for {inputs} inputs, the layer has {own}")
+def _other_sizes(group: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """What is kept for a layer's parameters in another size than the layer has, that size, and the layer's."""
+    for p, own in zip(group["params"], kept, strict=False):
+        inputs = p.shape[1:].numel() + (len(group["params"]) > 1)
+        if INVERSE in own and (was := form_of(own[INVERSE]).like.shape[-1]) != inputs:
+            yield "P", was, inputs
+        if VELOCITY in own and own[VELOCITY].shape != p.shape:
+            yield "velocity", tuple(own[VELOCITY].shape), tuple(p.shape)

@@ -59,12 +59,8 @@ def excitation(T: Tensor, products: Tensor, energy: Tensor) -> tuple[Tensor, Ten
 def append_(T: Tensor, known: Tensor, excitation: Tensor) -> None:
     """Adds the row of a new row of C to T in place, whose last row is that of the identity.
 
-    ``L`` gets the row ``[knownᵀ, √(1 + excitation)]``, so that ``T`` gets ``[−knownᵀT, 1]/√(1 + excitation)``.
-
-    Args:
-        T: ``(G, m + 1, m + 1)``.
-        known: Of :func:`excitation`.
-        excitation: Too.
+    With what :func:`excitation` tells, ``L`` gets the row ``[knownᵀ, √(1 + excitation)]``, so that T, which is
+    ``(G, m + 1, m + 1)``, gets ``[−knownᵀT, 1]/√(1 + excitation)``.
     """
     row, m = T[:, -1:], T.shape[-1] - 1
     row[..., :m].baddbmm_(known.mT, T[:, :m, :m], alpha=-1)  # zero before
@@ -110,12 +106,7 @@ def compress(gram: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     ``I + CᵀC + τ(I − QᵀQ) = (1 + τ)(I + (CᵀC − τQᵀQ)/(1 + τ))``, with the kept directions in Q. Else a direction
     that is dropped every time would never accumulate, and P would stay too large there.
 
-    Makes the host wait for the device once.
-
-    Args:
-        gram: ``CCᵀ``.
-        inputs: n of each group, ``(G, 1)``.
-        rank: How many directions stay.
+    Makes the host wait for the device once. ``inputs`` is n of each group, ``(G, 1)``.
     """
     energies, directions = torch.linalg.eigh(gram)
     energies, directions = energies.clamp_min(0).flip(-1), directions.flip(-1)[..., :rank]

@@ -40,14 +40,13 @@ class FaultWatch:
         """
         gates: dict[torch.device, Tensor | None] = dict.fromkeys(flags.device for _, flags in checks)
         waits = [device for device in gates if host_waits(device)]
-        faults = [faults for faults, _ in checks]
         for device in gates:
             flags = torch.cat([flags.to(device, non_blocking=True) for _, flags in checks])
             if not waits:
-                return None if self._tell(_failed(faults, flags), stacklevel=6) else gates
+                return None if self._tell(_Look(checks, flags).failed(), stacklevel=6) else gates
             gates[device] = flags.all()
             if device == waits[0]:
-                self._looks.append(_Look(faults, flags))
+                self._looks.append(_Look(checks, flags))
         return gates
 
     def report(self, wait: bool = False) -> None:
@@ -79,10 +78,10 @@ class FaultWatch:
 
 
 class _Look:
-    """The checks of one step on their way from an accelerator to the host."""
+    """The checks of one step, perhaps on their way from an accelerator to the host."""
 
-    def __init__(self, faults: list[Callable[[], list[Fault]]], flags: Tensor) -> None:
-        self._faults, self._flags = faults, flags
+    def __init__(self, checks: Sequence[Check], flags: Tensor) -> None:
+        self._faults, self._flags = [faults for faults, _ in checks], flags
         self._event: torch.Event | None = None
         if flags.device.type in ("cuda", "xpu"):
             # Elsewhere nothing tells when a copy is there: it is read when the next step begins, which waits.
@@ -96,16 +95,11 @@ class _Look:
         return self._event is None or bool(self._event.query())
 
     def failed(self) -> list[str]:
-        """What is wrong."""
+        """What is wrong, in the order of the network: the cause comes before what it has spoilt."""
         if self._event is not None:
             self._event.synchronize()
-        return _failed(self._faults, self._flags)
-
-
-def _failed(faults: list[Callable[[], list[Fault]]], flags: Tensor) -> list[str]:
-    """What is wrong, in the order of the network: the cause comes before what it has spoilt."""
-    if flags.all():
-        return []
-    told = [fault for every in faults for fault in every()]
-    failed = [fault for fault, ok in zip(told, flags.tolist(), strict=True) if not ok]
-    return [what for _, what in sorted(failed, key=lambda fault: fault[0])]
+        if self._flags.all():
+            return []
+        told = [fault for faults in self._faults for fault in faults()]
+        failed = [fault for fault, ok in zip(told, self._flags.tolist(), strict=True) if not ok]
+        return [what for _, what in sorted(failed, key=lambda fault: fault[0])]

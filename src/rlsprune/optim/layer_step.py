@@ -54,7 +54,7 @@ class ReadyLayer(NamedTuple):
         """
         weight = group["params"][0]
         mean = mean.to(weight.device)
-        check_unresized(group, state, mean)
+        check_unresized(group, state)
         own = state[weight]
         own[INVERSE] = moved(own[INVERSE], mean) if INVERSE in own else initial_entry(mean, group["p0"], rank)
         return cls(place, group, mean)

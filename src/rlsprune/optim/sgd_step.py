@@ -32,7 +32,10 @@ class SGDStep:
         for p in parameters:
             step = steps.setdefault((p.device, p.dtype), cls(place, group, lr, [], []))
             step.parameters.append(p)
-            step.gradients.append(dense_gradient(group.get("name"), p))
+            if p.grad is None or p.grad.is_sparse:
+                name = group.get("name")
+                raise ValueError(f"group {name!r} has a sparse gradient: create the embedding with sparse=False")
+            step.gradients.append(local(p.grad))
         return list(steps.values())
 
     @property
@@ -83,11 +86,3 @@ def _gated(tensors: list[Tensor], gate: Tensor) -> list[Tensor]:
     flat = torch.where(gate, joined([tensor.flatten() for tensor in tensors]), 0)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def dense_gradient(name: str | None, parameter: Tensor) -> Tensor:
-    """The parameter's gradient, refused if it is sparse."""
-    grad = parameter.grad
-    if grad is None or grad.is_sparse:
-        raise ValueError(f"group {name!r} has a sparse gradient: create the embedding with sparse=False")
-    return local(grad)
