@@ -60,15 +60,10 @@ class ReadyLayer(NamedTuple):
         return cls(place, group, mean)
 
     @property
-    def parameters(self) -> list[Tensor]:
-        """The weight, and the bias if there is one."""
-        parameters: list[Tensor] = self.group["params"]
-        return parameters
-
-    @property
     def weight(self) -> Tensor:
-        """The weight."""
-        return self.parameters[0]
+        """The weight; a bias comes after it in the group."""
+        weight: Tensor = self.group["params"][0]
+        return weight
 
 
 def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[ReadyLayer]]]:
@@ -79,7 +74,7 @@ def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[R
         size: Any = id(layer.weight)  # rows that other processes have, or large enough by itself
         most = max(part.numel() for part in (layer.weight, *tensors_in(entry)))
         if not is_sharded(layer.weight) and most <= _MOST_JOINED:
-            size = tuple((p.shape, p.dtype, p.grad is None) for p in layer.parameters)
+            size = tuple((p.shape, p.dtype, p.grad is None) for p in layer.group["params"])
         key = (layer.mean.dtype, layer.mean.device, *(layer.group[setting] for setting in _SETTINGS), *kind(entry))
         steps.setdefault((*key, size) if "P" in entry else key, {}).setdefault(size, []).append(layer)
     return [list(sizes.values()) for sizes in steps.values()]
@@ -174,7 +169,7 @@ def _faults(layers: list[tuple[int, str]], dtype: torch.dtype) -> list[Fault]:
 
 def _by_kind(layers: list[ReadyLayer]) -> list[tuple[Tensor, ...]]:
     """The weights of some layers, and their biases if they have any."""
-    return list(zip(*(layer.parameters for layer in layers), strict=True))
+    return list(zip(*(layer.group["params"] for layer in layers), strict=True))
 
 
 def _gradients(layers: list[ReadyLayer]) -> Matrices:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from rlsprune.model.compiled import enlist, exporting, with_gradient_noticed
 from rlsprune.model.scales import warn_of_scales
 from rlsprune.model.tensors import full_precision, host_waits
-from rlsprune.optim.compiled import enlist, exporting, with_gradient_noticed
 from rlsprune.optim.layers import Layer, mean_input
 
 
@@ -92,7 +92,18 @@ class Recorder:
         if not self._seen:
             self._seen = True
             warn_of_scales(layer, inputs)
-        output.register_hook(_Arrival(self, leaf, *self._mean_input(layer, inputs)))  # type: ignore[no-untyped-call]
+        mean, rows = self._mean_input(layer, inputs)
+        accumulator = get_gradient_edge(leaf).node
+
+        def arrived(delta: Tensor) -> None:
+            try:
+                if not torch._C._will_engine_execute_node(accumulator):
+                    return
+            except RuntimeError:  # torch.autograd.grad of the parameter itself: nothing is accumulated in .grad
+                return
+            self.commit(leaf.grad is None, mean, rows)
+
+        output.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def told(self, layer: Layer, inputs: Tensor) -> None:
         """Does what :meth:`observe` and the gradient after it do, in one call, for compiled code."""
@@ -128,22 +139,6 @@ class Recorder:
             return
         self._rows += rows
         self.mean = mean if self.mean is None else self.mean.to(mean.device).lerp(mean, rows / self._rows)
-
-
-class _Arrival:
-    """Waits at a layer's output for the gradient of one forward pass."""
-
-    def __init__(self, recorder: Recorder, leaf: Tensor, mean: Tensor, rows: int) -> None:
-        self.recorder, self.leaf, self.mean, self.rows = recorder, leaf, mean, rows
-        self.accumulator = get_gradient_edge(leaf).node
-
-    def __call__(self, delta: Tensor) -> None:
-        try:
-            if not torch._C._will_engine_execute_node(self.accumulator):
-                return
-        except RuntimeError:  # torch.autograd.grad of the parameter itself: nothing is accumulated in .grad
-            return
-        self.recorder.commit(self.leaf.grad is None, self.mean, self.rows)
 
 
 class ForwardHook:

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from rlsprune.distributed.ranks import Ranks, find_ranks
+from rlsprune.distributed.ranks import find_ranks
 from rlsprune.model.arguments import readable_state, shown
 from rlsprune.model.calls import unwrap
 from rlsprune.model.interrupts import uninterrupted
 from rlsprune.model.tensors import forget_compiled_code, full_precision, is_sharded, local, placed_like, tensors_in
+from rlsprune.optim import team
 from rlsprune.optim.checks import check_settings, states_for
 from rlsprune.optim.entries import RANK, Form, form_of, renewed
 from rlsprune.optim.faults import FaultWatch
@@ -27,7 +28,6 @@ from rlsprune.optim.layers import divide
 from rlsprune.optim.packing import INVERSE, VELOCITY, unpack_all
 from rlsprune.optim.recorder import ForwardHook, Recorder
 from rlsprune.optim.sgd_step import SGDStep
-from rlsprune.optim.team import Team
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +60,6 @@ class RLS(Optimizer):
     - A layer that got no gradient keeps its weights, velocity and P. A frozen layer costs nothing until it is unfrozen;
       a frozen bias (or weight) of a trained layer counts as having a zero gradient.
     - Several backward passes before a step (gradient accumulation): the mean input is averaged over them by rows.
-    - Weight decay is decoupled: ``W ← (1 − η·decay)·W`` before the step.
 
     Examples:
         >>> import torch, rlsprune
@@ -100,9 +99,9 @@ class RLS(Optimizer):
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
             mean_scale: k > 0, the weight of a batch's mean input in P.
             p0: P starts at p0·I. With 1, η is an ordinary learning rate.
-            rank: How many directions of the mean inputs P keeps apart, with a buffer of half as many: 1.5·rank·n
-                numbers for n inputs. Layers with at most 3·rank inputs keep P whole, which is smaller. None: all do.
-            weight_decay: Decoupled weight decay.
+            rank: How many directions of the mean inputs P keeps apart. Layers with at most 3·rank inputs keep P whole,
+                which is smaller. None: all do.
+            weight_decay: Decoupled: ``W ← (1 − η·decay)·W`` before the step.
             fallback_lr: Learning rate of the momentum SGD for every other parameter.
             dtype: Of P; None for float32, or the weight's if wider. Never half.
             on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite, or
@@ -115,7 +114,8 @@ class RLS(Optimizer):
         settings = {"lr": lr, "momentum": momentum, "forgetting": forgetting, "mean_scale": mean_scale}
         settings |= {"p0": p0, "weight_decay": weight_decay}
         check_settings(model, **settings, rank=rank, fallback_lr=fallback_lr, dtype=dtype, on_fault=on_fault)
-        ranks = find_ranks(model, process_group)
+        self.ranks = find_ranks(model, process_group)
+        """The processes that train together with this one, itself included; None if it is alone."""
         parts = divide(unwrap(model))
         self.rank = rank
         """How many directions P keeps apart; None for P whole."""
@@ -134,7 +134,8 @@ class RLS(Optimizer):
         if parts.others:
             groups.append({"params": parts.others, "name": "fallback", "preconditioned": False})
         super().__init__(groups, {name: float(value) for name, value in settings.items()})  # a large int overflows
-        self._team = None if ranks is None else Team(ranks, self.param_groups)
+        if self.ranks is not None:
+            team.agree(self.ranks, self.param_groups)
 
         try:
             with uninterrupted():
@@ -207,7 +208,7 @@ class RLS(Optimizer):
     def _step(self) -> None:
         layers: list[ReadyLayer] = []
         steps: list[LayerStep | SGDStep] = []
-        checks = [] if self._team is None else self._team.share_means(self.param_groups, self._recorders)
+        checks = [] if self.ranks is None else team.share_means(self.ranks, self.param_groups, self._recorders)
         for place, group in enumerate(self.param_groups):
             trained = [p for p in group["params"] if p.grad is not None]
             if not group["preconditioned"]:
@@ -223,8 +224,8 @@ class RLS(Optimizer):
         steps += [LayerStep.prepare(equal, self.state) for equal in equal_layers(layers, self.state)]
 
         checks += [check for step in steps for check in step.checks]
-        if self._team is not None:
-            checks = self._team.share_checks(checks, self.param_groups[0]["params"][0].device)
+        if self.ranks is not None and any(is_sharded(p) for group in self.param_groups for p in group["params"]):
+            checks = team.share_checks(self.ranks, checks, self.param_groups[0]["params"][0].device)
         if (gates := self._faults.gates(checks)) is not None:
             for step in steps:
                 step.apply(self.state, gates[step.device])
@@ -293,11 +294,6 @@ class RLS(Optimizer):
 
     # --- copying, saving, closing -------------------------------------------------------------------------------------
 
-    @property
-    def ranks(self) -> Ranks | None:
-        """The processes that train together with this one, itself included; None if it is alone."""
-        return None if self._team is None else self._team.ranks
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of an optimizer over the same layers; P keeps its precision, whatever the weight's.
 
@@ -318,14 +314,8 @@ class RLS(Optimizer):
                     self.state[p][VELOCITY] = placed_like(p, copied(saved[VELOCITY]))
 
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("_recorders", "_handles", "rank", "_faults", "_fallback_lr", "_team")
+        keys = ("_recorders", "_handles", "rank", "_faults", "_fallback_lr", "ranks")
         return super().__getstate__() | {key: self.__dict__[key] for key in keys}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Loading a state dict comes through here too, with groups and states alone.
-        super().__setstate__(state)
-        if self._team is not None and self._team.ranks is None:
-            self._team = None  # unpickled where there are no other processes
 
     def close(self) -> None:
         """Removes the hooks from the model. The state stays readable; further steps raise."""

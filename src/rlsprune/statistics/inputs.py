@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from rlsprune.distributed.ranks import Ranks
 from rlsprune.model.arguments import check_argument
+from rlsprune.model.compiled import enlist, exporting, noticed
 from rlsprune.model.demands import check_network
 from rlsprune.model.tensors import forget_compiled_code, full_precision
-from rlsprune.optim.compiled import enlist, exporting, noticed
 from rlsprune.optim.entries import RANK, form_of, initial_entry, inverse_step
 from rlsprune.optim.layers import Layer, mean_input
 from rlsprune.optim.packing import InverseState

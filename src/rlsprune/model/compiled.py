@@ -11,20 +11,18 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-
-from rlsprune.optim.layers import Layer
+from torch import Tensor, nn
 
 
 class Watcher(Protocol):
     """Who is told."""
 
-    def told(self, layer: Layer, inputs: Tensor) -> None:
+    def told(self, layer: Any, inputs: Tensor) -> None:
         """A layer was called with these inputs, or the gradient of such a call has arrived."""
 
 
 _numbers = itertools.count()
-_watchers: dict[int, tuple[weakref.ref[Watcher], weakref.ref[Layer]]] = {}
+_watchers: dict[int, tuple[weakref.ref[Watcher], weakref.ref[nn.Module]]] = {}
 
 
 def exporting() -> bool:
@@ -33,7 +31,7 @@ def exporting() -> bool:
     return is_exporting
 
 
-def enlist(watcher: Watcher, layer: Layer) -> int:
+def enlist(watcher: Watcher, layer: nn.Module) -> int:
     """A number by which compiled code finds a watcher and its layer, as long as both live."""
     number = next(_numbers)
     _watchers[number] = weakref.ref(watcher, lambda _: _watchers.pop(number, None)), weakref.ref(layer)
@@ -52,9 +50,9 @@ def noticed(inputs: Tensor, mark: Tensor, number: int) -> None:
     _tell(number, inputs)
 
 
-def with_gradient_noticed(layer: Layer, inputs: Tensor, output: Tensor, number: int) -> Tensor:
+def with_gradient_noticed(layer: nn.Module, inputs: Tensor, output: Tensor, number: int) -> Tensor:
     """The output of a layer, of whose gradient the watcher will be told."""
-    trained = layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad)
+    trained = any(p.requires_grad for p in layer.parameters(recurse=False))
     if not (trained and torch.is_grad_enabled() and output.requires_grad):
         return output
     result: Tensor = _Identity.apply(output, inputs.detach(), number)  # type: ignore[no-untyped-call]
