@@ -520,6 +520,22 @@ class TurnedLinear(nn.Linear):
         return x @ self.weight.T + self.bias
 
 
+class TwiceAttention(nn.Module):
+    """Two attentions in one module, whose numbers of heads are in the code."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
+        self.out, self.proj = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self._attended(self.two, self.out(self._attended(self.one, x))))
+
+    def _attended(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        query, key, value = layer(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+        return ((query @ key.mT / 2).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
 class OneKeyAttention(nn.Module):
     """As Falcon has it: all queries share a key and a value, which are the last two heads of one layer."""
 
@@ -939,6 +955,12 @@ ZOO: dict[str, Specimen] = {
         _IMAGE,
         {"block.attention[heads]": 3, "block.fc1": 10},
         ("patch", "head"),
+    ),
+    "twice-attention": Specimen(
+        lambda: Patches(12, TwiceAttention(12)),
+        _IMAGE,
+        {"block.attention[dims]": 4, "block.attention.out": 12, "block.attention.two[dims]": 4, "block.fc1": 10},
+        ("patch", "head", "block.attention[heads]", "block.attention.two[heads]"),
     ),
     "one-key-attention": Specimen(
         lambda: Patches(12, OneKeyAttention(12, 3)),

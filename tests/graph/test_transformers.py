@@ -36,6 +36,9 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if name == "vit":
         config = transformers.ViTConfig(**SMALL, num_attention_heads=4, image_size=16, patch_size=8)
         return transformers.ViTModel(config, add_pooling_layer=False), IMAGE
+    if name == "deberta":
+        options = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "num_attention_heads": 4}
+        return transformers.DebertaV2Model(transformers.DebertaV2Config(**SMALL, **options)), TOKENS
     config = transformers.SwinConfig(
         image_size=16, patch_size=4, embed_dim=12, depths=[1], num_heads=[3], window_size=2
     )
@@ -50,6 +53,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
         ("qwen3", {"heads": 2, "queries": 3}),
         ("vit", {"heads": 4, "dims": 6}),
         ("swin", {"heads": 3, "dims": 4}),
+        ("deberta", {"heads": 4, "values": 6}),  # scores of content and of positions are added
     ],
 )
 def test_heads_go_and_what_is_left_runs(name: str, expected: dict[str, int], tmp_path: Path) -> None:

@@ -91,14 +91,21 @@ def find_attention(
     modules = dict(model.named_modules())
     skipped: dict[str, str] = {}
     found: list[tuple[Candidate, set[Axis]]] = []
+    by_readers: dict[frozenset[Axis], Candidate] = {}
     attending = [name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)]
     for family in find_families(flow, modules):
         if not family.readers:
             attending.append(family.name)
         elif why := family.trouble or family.kept(ignore):
             skipped[f"{family.name}[heads]"] = why
+        elif other := by_readers.get(frozenset(family.readers)):
+            other.keys = None
+            skipped[f"{other.attention.name}[keys]"] = "its scores are a sum of several products"
         else:
-            found.append((_Maker(family, seen, order).candidate(), family.axes()))
+            taken = {one.attention.name for one, _ in found}
+            family.name = next(name for name in family.names() if name not in taken)
+            candidate = by_readers[frozenset(family.readers)] = _Maker(family, seen, order).candidate()
+            found.append((candidate, family.axes()))
     for candidate, axes in found:
         shared = sorted({axis[0] for other, theirs in found if other is not candidate for axis in axes & theirs})
         if shared and (candidate.heads or candidate.queries):

@@ -61,7 +61,7 @@ class Family:
                 self.readers[axis] = numbers
                 if False in mine or EVERYTHING in numbers:
                     self.trouble = f"{axis[0]} reads its heads and other channels too"
-        self.name = self._name()
+        self.name = next(self.names())
         if self.trouble or not self.readers:
             return
         self._set_common()
@@ -96,13 +96,14 @@ class Family:
 
     # --- what hangs together ------------------------------------------------------------------------------------------
 
-    def _name(self) -> str:
-        """The name of the module that has the layers of queries and keys, or of the layer that makes both."""
-        names = {self.flow.slots[slot].axis[0] for one in self.scores for slot in one.left[:1] + one.right[:1]}
-        if len(names) == 1:
-            only = next(iter(names))
-            return only if isinstance(self.modules[only], nn.MultiheadAttention) else only.rpartition(".")[0] or only
-        return common_module(names) or sorted(names)[0]
+    def names(self) -> Iterator[str]:
+        """That of the module that has the layers of queries and keys, and others if it has several attentions."""
+        queries, keys = (self.flow.slots[side[0]].axis[0] for side in (self.scores[0].left, self.scores[0].right))
+        if queries != keys:
+            yield common_module({queries, keys}) or min(queries, keys)
+        elif not isinstance(self.modules[queries], nn.MultiheadAttention):
+            yield queries.rpartition(".")[0] or queries
+        yield from (queries, keys, f"{queries} and {keys}")
 
     def kept(self, ignore: Collection[str]) -> str | None:
         """Why all heads stay although they could go."""
