@@ -68,7 +68,8 @@ def config_of(variant: str, options: argparse.Namespace, seed: int) -> RunConfig
     assert config.pruning is not None
     pruning = replace(config.pruning, **changes.get("pruning", {}))
     training = replace(config.training, **changes.get("training", {}))
-    return replace(config, pruning=pruning, training=training, gate=pruning.gate, **changes.get("run", {}))
+    own = {"gate": pruning.gate, "bfloat16": options.bfloat16, **changes.get("run", {})}
+    return replace(config, pruning=pruning, training=training, **own)
 
 
 def validation_data(config: RunConfig, count: int) -> Dataset:
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--train-images", type=int)
     parser.add_argument("--valid-images", type=int, default=5000)
     parser.add_argument("--target", type=float, help="share of the parameters at which pruning ends")
+    parser.add_argument("--bfloat16", action="store_true", help="forward passes of training in bfloat16")
     parser.add_argument("--data-dir")
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))

@@ -1,9 +1,9 @@
 """Trained networks, cut at once and then trained on: accuracy right after the cut and after training, for every method.
 
 The networks are the ResNets of `benchmarks.quality.trained`. All methods get the same network, FLOPs, images, epochs,
-schedule and loss: cross-entropy and the divergence from the given network's outputs, half and half, at a temperature of
-4, as `rlsprune.shrink` trains by default; momentum SGD whose rate falls to zero by a cosine; forward passes in
-bfloat16, by autocast. Accuracies are those of the network in float32. Methods in rounds cut a part at the start of each
+schedule and loss, that of `rlsprune.shrink` with labels: a fifth cross-entropy, the rest the divergence from the given
+network's outputs at a temperature of 4; momentum SGD whose rate falls to zero by a cosine; forward passes in bfloat16,
+by autocast. Accuracies are those of the network in float32. Methods in rounds cut a part at the start of each
 of the first epochs. torch-pruning cannot stop right at a target in narrow layers, so ours is cut to the FLOPs that it
 ends at.
 
@@ -77,7 +77,7 @@ class Method:
     cut: Callable[[Case, float], nn.Module]
     """From a case and the share of its FLOPs to leave, to the cut network."""
     rounds: int = 1
-    rates: tuple[float, ...] = (0.005, 0.01, 0.02, 0.05)
+    rates: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
     """Of which the best is taken."""
     like: str | None = None
     """The method whose rates it takes, if it is not tuned itself."""
@@ -95,12 +95,12 @@ METHODS: Mapping[str, Method] = {
     "the same with even widths": Method(_part("same share of every layer"), like=OURS),
     "the same with channels by L1": Method(_part("channels by L1"), like=OURS),
     "the same with inconsistent batch norms": Method(_part("the same, batch norms not consistent"), like=OURS),
-    "the same without distillation": Method(ours, like=OURS, distilled=False),
-    "the same trained by RLS": Method(ours, rates=(0.01, 0.03, 0.1, 0.3), optimizer=_rls),
+    "the same without distillation": Method(ours, rates=(0.005, 0.01, 0.02, 0.05), distilled=False),
+    "the same trained by RLS": Method(ours, rates=(0.03, 0.1, 0.3, 1.0), optimizer=_rls),
     "L2": Method(RIVALS["L2"]),
     "L1": Method(RIVALS["L1"]),
-    "random": Method(RIVALS["random"], rates=(0.01, 0.02, 0.05, 0.1)),
-    SCRATCH: Method(ours, rates=(0.02, 0.05, 0.1, 0.2), scratch=True),
+    "random": Method(RIVALS["random"], rates=(0.02, 0.05, 0.1, 0.2)),
+    SCRATCH: Method(ours, rates=(0.05, 0.1, 0.2, 0.4), scratch=True),
     f"{OURS} in two rounds": Method(ours, 2, like=OURS),
     "L2 in two rounds": Method(RIVALS["L2"], 2, like="L2"),
 }

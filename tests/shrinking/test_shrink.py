@@ -449,12 +449,12 @@ def test_the_rate_of_recovery_falls_to_zero_in_every_round(trained: nn.Module) -
         target={"params": 0.6},
         valid=batches(1),
         score=lambda network: next(scores),
-        optimizer=lambda network: Watched(network.parameters(), lr=0.5),
+        optimizer=lambda network: Watched(network.parameters(), lr=0.1),
         recovery_epochs=2,
     )
     rounds = len(rates) // 32
     assert rounds >= 2
-    assert rates == pytest.approx([0.5 * (1 - step / 32) for step in range(32)] * rounds)
+    assert rates == pytest.approx([0.1 * (1 - step / 32) for step in range(32)] * rounds)
 
 
 def test_recovery_that_diverges_gives_the_last_good_network_back(trained: nn.Module) -> None:

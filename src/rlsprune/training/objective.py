@@ -21,8 +21,8 @@ __all__ = ["Objective", "taught"]
 
 # Without labels, outputs are taken for class scores if the likeliest class has at least this probability on average.
 _CONFIDENT = 0.2
-_TEACHER = 0.5  # the share of the given network in what is learnt, beside labels
-_TEMPERATURE = 4.0  # a trained network is sure of its training images: as it is, it says little beyond their labels
+_TEACHER = 0.8  # the share of the given network in what is learnt, beside labels
+_TEMPERATURE = 4.0  # a trained network is sure of its training images: at 1 it says little beyond their labels
 
 
 def taught(output: Tensor, labels: Tensor, given: Tensor) -> Tensor:
@@ -44,13 +44,14 @@ def _divergence(outputs: list[Tensor], given: list[Tensor], classes: bool) -> Te
         outputs: Of the smaller network.
         given: Of the given one.
         classes: Whether they are scores of classes. Then it is the Kullback-Leibler divergence of their probabilities
-            at a temperature, times its square, averaged over the inputs; else the squared difference over the variance
-            of what was given, summed over the tensors.
+            at a temperature, averaged over the inputs, times the temperature, so that its gradient is no steeper than
+            that of a cross-entropy; else the squared difference over the variance of what was given, summed over the
+            tensors.
     """
     if classes:
         scores = (value.float().flatten(0, -2) / _TEMPERATURE for value in (outputs[0], given[0]))
         ours, theirs = (value.log_softmax(-1) for value in scores)
-        return _TEMPERATURE**2 * F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
+        return _TEMPERATURE * F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
     total = torch.zeros((), device=given[0].device)
     for one, other in zip(outputs, given, strict=True):
         variance = other.float().var(correction=0).clamp_min(torch.finfo(torch.float32).tiny)
