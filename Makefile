@@ -30,7 +30,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n auto -m "not slow" --cov --cov-report=term
+	$(BIN)/pytest -n auto -m "not slow"
 
 test-all: lint
 	@command -v chromedriver >/dev/null || echo "The report page is not tested in a browser: apt-get install chromium chromium-driver"

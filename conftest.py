@@ -1,5 +1,6 @@
 """Settings for all tests, the doctests of the package among them."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -44,6 +45,13 @@ def _threads_stay() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_is_soon_found() -> None:
+    """Packages that are imported stay: some tests collect garbage dozens of times, and would go through them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ def sums_up_each_layer_once(sent: list[tuple[str, list[str]]]) -> None:
     assert sum(len(own) > 1 for own in refits) > 3
 
 
+@pytest.mark.slow
 def test_the_pareto_command_by_two_ranks_makes_the_front_of_one(tmp_path: Path) -> None:
     folder = tmp_path / "two"
     folder.mkdir()
