@@ -49,7 +49,7 @@ def _threads_stay() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _garbage_is_soon_found() -> None:
-    """Packages that are imported stay: some tests collect garbage dozens of times, and would go through them each time."""
+    """Some tests collect garbage dozens of times, each time among all that was imported, which stays anyway."""
     gc.collect()
     gc.freeze()
 
