@@ -275,7 +275,7 @@ def test_inputs_that_are_left_are_loaded_too(tmp_path: Path) -> None:
         ({}, {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}, "leave it out"),
         ({"monitor": "eval_loss"}, {}, "eval_strategy"),
         ({"monitor": "eval_f1", "mode": "max"}, {"eval_strategy": "epoch"}, "eval_f1.*eval_loss"),
-        ({"monitor": "eval_f1"}, {"eval_strategy": "epoch"}, "more is better"),
+        ({"monitor": "eval_f1"}, {"eval_strategy": "epoch"}, "higher is better"),
         ({"mode": "up"}, {}, "mode='up' is not valid"),
         ({"mode": "max"}, {}, "give monitor="),
     ],

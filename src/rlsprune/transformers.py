@@ -132,7 +132,7 @@ def _class_of(config: Any, folder: str | os.PathLike[str]) -> type[PreTrainedMod
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if found is None:
         named = quoted(names) or "none"
-        raise ValueError(f"{os.fspath(folder)} names {named} as its class, not one of transformers: give model_class=")
+        raise ValueError(f"{os.fspath(folder)} names {named}, a class that is not in transformers: give model_class=")
     return found  # type: ignore[no-any-return]
 
 
@@ -163,7 +163,7 @@ def _take_shape(model: nn.Module, shape: Mapping[str, Any]) -> None:
     for name, (width, kept) in shape.get("inputs", {}).items():
         layer = layers[name]
         if not isinstance(layer, nn.Linear):
-            raise ValueError(f"{name!r} is no Linear layer, and only those pick their inputs")
+            raise ValueError(f"{name!r} is no Linear layer, and only those select their inputs")
         with torch.device("cpu"):
             set_kept_inputs(layer, kept, width)
 

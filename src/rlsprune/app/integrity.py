@@ -143,7 +143,7 @@ def _runs(config: RunConfig, path: Path) -> str:
         model = modelfile.load(path, into=build_model(replace(config, device="cpu"))).eval()
         output = model(torch.zeros(1, *experiment(config.experiment).input_shape))
     if not bool(output.isfinite().all()):
-        raise FileError(path, "its network puts out numbers that are not finite", "resume the run from a checkpoint")
+        raise FileError(path, "its network returns numbers that are not finite", "resume the run from a checkpoint")
     return f"{sum(p.numel() for p in model.parameters()):,} parameters, {output.shape[1]} outputs"
 
 

@@ -171,8 +171,8 @@ def _explained(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]
     except Exception as error:  # the tracers raise nearly every type there is
         raise ExportError(
             f"{type(model).__name__} cannot be exported to {os.fspath(path)} with a batch of variable size: its "
-            f"forward must not depend on the batch's size or on values of tensors, and takes that size as x.shape[0], "
-            f"as len(x) fixes it ({_reason(error)})"
+            f"forward must not branch on the batch's size or on values of tensors, and must read that size as "
+            f"x.shape[0], because len(x) fixes it ({_reason(error)})"
         ) from error
 
 

@@ -70,7 +70,7 @@ def quantize_onnx(
         raise ValueError(f"{os.fspath(source)} has the inputs {names}: quantize_onnx takes networks with one")
     feeds = [{nodes[0].name: _checked(_array(batch), nodes[0])} for batch in batches]
     if not feeds:
-        raise ValueError("batches is empty: give some hundred inputs like those the network will see")
+        raise ValueError("batches is empty: give a few hundred inputs like those that the network will see")
 
     class CalibrationReader(tools.CalibrationDataReader):  # type: ignore[misc, name-defined]
         """The feeds, one by one, as the tools ask for them."""

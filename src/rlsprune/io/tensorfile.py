@@ -64,7 +64,7 @@ class TensorFile:
         if key not in header or _CHECKSUM not in header:
             raise ValueError(f"it has no {key} metadata: another program wrote it")
         if header.get("format", "pt") != "pt" or header.keys() - {"format", key, _CHECKSUM}:
-            raise ValueError("its header holds what was not written there: it was damaged or changed")
+            raise ValueError("its header differs from what was written: it was damaged or changed")
         self._file = file
         self.checksum: str = header[_CHECKSUM]
         """Of the text and all tensors; `tensors` compares them with it."""

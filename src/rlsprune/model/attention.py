@@ -111,8 +111,8 @@ class OpenAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             if attn_mask.dim() == 3 and len(attn_mask) != batch * self.num_heads:
                 raise ValueError(
-                    f"attn_mask has {len(attn_mask)} masks, one for each head of each of {batch} inputs, and there are "
-                    f"{self.num_heads} heads left. Give a mask for all heads, of two dimensions"
+                    f"attn_mask has {len(attn_mask)} masks, one for each head of each of {batch} inputs, but "
+                    f"{self.num_heads} heads are left: give one two-dimensional mask for all heads"
                 )
             attn_mask = attn_mask.view(-1, self.num_heads, count, length) if attn_mask.dim() == 3 else attn_mask
             total = total + _added(attn_mask, queries)

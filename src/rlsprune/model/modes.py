@@ -133,8 +133,8 @@ def refuse_inference_mode(what: str) -> None:
     """Raises inside ``torch.inference_mode()``, where tensors are made that can never be trained again."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{what} makes new weights, and those made inside torch.inference_mode() cannot be trained: leave it, "
-            "or use torch.no_grad()"
+            f"{what} makes new weights, and those made inside torch.inference_mode() cannot be trained: call it "
+            "outside, or use torch.no_grad()"
         )
 
 

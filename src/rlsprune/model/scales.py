@@ -29,6 +29,6 @@ def warn_of_scales(layer: nn.Module, inputs: Tensor) -> None:
         columns = f"columns {int(sizes.argmax())} and {int(sizes.where(sizes > 0, torch.inf).argmin())}"
         warnings.warn(
             f"{layer} reads columns of very different scales, from {least:.3g} to {largest:.3g} ({columns}): training "
-            "will hardly learn and nothing will be pruned; standardise them first, (x - x.mean(0)) / x.std(0)",
+            "will make little progress and nothing will be pruned; standardise them first, (x - x.mean(0)) / x.std(0)",
             stacklevel=2,
         )

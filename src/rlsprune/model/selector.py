@@ -137,9 +137,9 @@ def _select(self: Any, input: tuple[Tensor]) -> tuple[Tensor]:  # noqa: A002 (th
     features = input[0]
     if features.size(-1) != self.full_in_features:
         raise ValueError(
-            f"the layer keeps {self.kept_inputs.numel()} of {self.full_in_features} input features and picks them "
+            f"the layer keeps {self.kept_inputs.numel()} of {self.full_in_features} input features and selects them "
             f"itself: its input must have {self.full_in_features} features, not {features.size(-1)}; "
-            f"strip_inputs(model) takes the {self.kept_inputs.numel()} alone"
+            f"strip_inputs(model) takes only the {self.kept_inputs.numel()}"
         )
     return (features.index_select(-1, self.kept_inputs),)
 

@@ -121,7 +121,7 @@ class Recorder:
             self._told = True
             warnings.warn(
                 f"layer {name!r} got a gradient, but its module was not called, so RLS does not know its input and "
-                f"takes momentum SGD steps at fallback_lr={fallback_lr}: call the module for RLS to train it",
+                f"trains it by momentum SGD at fallback_lr={fallback_lr}: call the module so that RLS can train it",
                 stacklevel=5,
             )
 

@@ -44,14 +44,14 @@ def check_copy(copy: nn.Module, model: nn.Module, *, loses_inputs: bool) -> None
         loses_inputs: Whether input features may go; the indices of those that stay are kept in a buffer.
     """
     if not isinstance(copy, nn.Module):
-        raise TypeError(f"follow() takes a copy of the model, and this is {shown(copy)}")
+        raise TypeError(f"follow() takes a copy of the model, not {shown(copy)}")
     shapes, others = (
         {name: tuple(p.shape) for name, p in network.named_parameters()} for network in (model, inner(copy))
     )
     if shapes != others:
         name = next(name for name in {**shapes, **others} if shapes.get(name) != others.get(name))
         raise ValueError(
-            f"follow() takes a copy of the model, and {name!r} has the shape {others.get(name)} in this one, "
+            f"follow() takes a copy of the model, but {name!r} has the shape {others.get(name)} in the copy and "
             f"{shapes.get(name)} in the model: make it with copy.deepcopy(model)"
         )
     if loses_inputs and isinstance(copy, AveragedModel) and copy.use_buffers:

@@ -43,10 +43,10 @@ class DrivenPruner:
         check_argument("mode", mode, lambda name: name in ("min", "max", None), '"min" or "max"')
         if mode is None and monitor is not None and _RISING.search(monitor.lower()):
             raise ValueError(
-                f'monitor={monitor!r} looks like a metric of which more is better: give mode="max", or "min"'
+                f'monitor={monitor!r} looks like a metric of which higher is better: give mode="max", or "min"'
             )
         if mode == "max" and monitor is None:
-            raise ValueError('mode="max" is for a metric, and a training loss is minimised: give monitor=')
+            raise ValueError('mode="max" is for a metric, but a training loss is minimised: give monitor=')
         self._sign, self._settings = (-1 if mode == "max" else 1), settings
         self._pruner: Pruner | None = None
         self.restart_epoch()

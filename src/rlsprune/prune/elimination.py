@@ -204,8 +204,8 @@ def eliminate(readers: Sequence[UnitReader], size: int, name: str = "the group")
             scores[: len(own)] += own
         if not bool(scores[alive].isfinite().all()):
             raise ValueError(
-                f"what the channels of {name} are worth is not finite: weights or inputs of the layers that read them "
-                "are not, or overflow. Check the network and the batches"
+                f"the scores of the channels of {name} are not finite: weights or inputs of the layers that read them "
+                "are not finite, or overflow. Check the network and the batches"
             )
         scores[~alive] = torch.inf
         count = min(left - 1, max(1, left // _AT_ONCE, int(step * left)))

@@ -48,7 +48,7 @@ class Evidence:
         form = optimizer.form(self._network.model.get_parameter(f"{name}.weight" if name else "weight"))
         if form is None:
             raise RuntimeError(
-                f"layer {name!r} has no P yet, which starts with the first step that trains it: train first, or use "
+                f"layer {name!r} has no P yet: it gets one in the first step that trains it. Train first, or use "
                 "statistics='exact'"
             )
         return inverses_of(form)
@@ -72,12 +72,14 @@ class Evidence:
         """Samples the inputs that given batches make."""
         if self.sample is None:
             reason = "statistics='training'" if self._settings.needs_inverse else "no P is needed for its settings"
-            raise ValueError(f"calibrate() gathers exact statistics, which are not used here ({reason}): leave it out")
+            raise ValueError(
+                f"calibrate() gathers exact statistics, which this pruner does not use ({reason}): leave it out"
+            )
         check_iterable("batches", batches, "give a list of batches or a DataLoader")
         with self.sample.everything(), shown_progress() as tell:
             seen = evaluate(self._network.model, watched(batches, "calibrating", tell), self._example_inputs)
         if not seen:
-            raise ValueError("calibrate was given no batch: give it some batches of inputs")
+            raise ValueError("calibrate() got no batch: give it some batches of inputs")
 
     def restart(self, seed: int, active: bool) -> None:
         """Forgets what was seen, and starts or stops sampling training forwards, which makes every step dearer."""

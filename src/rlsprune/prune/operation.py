@@ -219,8 +219,8 @@ class Operation:
             run_once(self.network.model, self._example_inputs)
         except Exception as error:
             raise RuntimeError(
-                f"without the channels chosen the network does not run ({type(error).__name__}: {error}). Everything "
-                "is as before; name the layer that needs its width in ignore="
+                f"the network does not run without the chosen channels ({type(error).__name__}: {error}). Nothing has "
+                "changed; name the layer that needs its width in ignore="
             ) from error
 
     def close(self) -> None:

@@ -175,11 +175,11 @@ class Pruner:
         """
         if not isinstance(optimizer, RLS):
             raise ValueError(
-                f"the paper prunes by the P of RLS, the optimizer is {type(optimizer).__name__}: RLS(..., rank=None)"
+                f"the paper prunes by the P of RLS, not with {type(optimizer).__name__}: use RLS(model, rank=None)"
             )
         if optimizer.rank is not None:
             raise ValueError(
-                f"the paper keeps P whole, and the optimizer has rank={optimizer.rank}: RLS(..., rank=None)"
+                f"the paper keeps P whole, but the optimizer has rank={optimizer.rank}: use RLS(model, rank=None)"
             )
         return cls(model, optimizer, example_inputs, **{**AS_IN_PAPER, **changes})
 

@@ -56,9 +56,7 @@ class PruningState:
         keys = ("gate", "done", "history", "original", "recovered")
         missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
         if missing:
-            raise ValueError(
-                f"the state of a pruner has {quoted(missing)}, too: give what Pruner.state_dict() returned"
-            )
+            raise ValueError(f"the state of the pruner lacks {quoted(missing)}: give what Pruner.state_dict() returned")
         history = [PruneEvent.from_dict(event) for event in state["history"]]
         _check_sizes(history, network)
         loaded = replace(

@@ -46,7 +46,7 @@ class Recovery:
         """Trains until the score is back or the epochs are used up."""
         optimizer, batches = self._make(self._model), len(self._batches)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
-            raise TypeError(f"optimizer gave {shown(optimizer)}: let it return one of torch.optim, but for LBFGS")
+            raise TypeError(f"optimizer returned {shown(optimizer)}: return a torch.optim optimizer other than LBFGS")
         steps = max(1, self._epochs * batches)
         rate = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
 

@@ -127,7 +127,7 @@ def shrink(
         check_callable(name, function)
     goal = _goal(target, max_drop)
     if max_drop is not None and valid is None and score is None:
-        warnings.warn("max_drop is measured on batches that layers are refitted on: give valid=", stacklevel=2)
+        warnings.warn("max_drop is measured on the batches that layers are refitted on: give valid=", stacklevel=2)
     check_network(model)
     ranks, reduction = _find_ranks(model, process_group)
     given_model, model = model, unwrap(model)
@@ -183,7 +183,7 @@ def _find_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[Rank
     if divided is not None:
         raise ValueError(
             f"{divided!r} is divided over the ranks, and shrink needs the whole network on each: call it before "
-            "fully_shard, or on another network that load_checkpoint has filled. rlsprune.Pruner takes it as it is"
+            "fully_shard, or on another network that load_checkpoint has filled. rlsprune.Pruner takes divided networks"
         )
     ranks = find_ranks(model, group)
     reduction = Reduction(ranks)
@@ -213,8 +213,8 @@ def _goal(target: Mapping[str, float] | str | None, max_drop: float | None) -> d
     known = f"fractions of {', '.join(RESOURCES)}; with max_drop, also one of these names alone"
     if max_drop is None and (target is None or isinstance(target, str)):
         raise ValueError(
-            "give target, max_drop, or both: without either there is no end to pruning, and a name alone as target "
-            "says what is to be made small, not how small"
+            "give target, max_drop, or both: without them there is no end to pruning, and a target that is only a name "
+            "says what to make small, not how small"
         )
     if target is None or isinstance(target, str):
         check_argument("target", target, target is None or target in RESOURCES, known)
@@ -290,9 +290,9 @@ def _tell_missed(plan: CutPlan, goal: Mapping[str, float], kept: float) -> None:
         return
     spared = "" if plan.gone else ", and nothing was cut for that"
     warnings.warn(
-        f"target={dict(goal)} is out of reach: with all that may go, {kept * plan.missed:.3g} of the {plan.resource} "
-        f"is left{spared}. Look at ignore, min_channels and round_to, and at what rlsprune.Pruner(…).skipped says of "
-        "this network",
+        f"target={dict(goal)} is out of reach: {kept * plan.missed:.3g} of the {plan.resource} is left when everything "
+        f"that may go is gone{spared}. Check ignore, min_channels and round_to, and rlsprune.Pruner(…).skipped of this "
+        "network",
         stacklevel=4,
     )
 
@@ -302,9 +302,9 @@ def _tell_inconsistent(form: ClosedForm) -> None:
     if form.inconsistent:
         named = ", ".join(map(repr, form.inconsistent))
         warnings.warn(
-            f"batch norms were left alone, as they have no scale and shift of their own or are called several times: "
-            f"{named}. In training mode the network computes something else than in evaluation mode. Before you train "
-            "it, set these modules to eval()",
+            "batch norms have no scale and shift of their own, or are called several times: "
+            f"{named}. They were left alone, so training mode computes other outputs than evaluation mode. Before you "
+            "train the network, set these modules to eval()",
             stacklevel=4,
         )
 

@@ -283,6 +283,6 @@ def cholesky_positive(matrix: Tensor) -> Tensor:
         if not bool(info.any()) and bool(factor.diagonal(dim1=-2, dim2=-1).sum().isfinite()):
             return factor
     raise FloatingPointError(
-        "P is not positive definite. If it is RLS's own, optimizer.check() tells which layer's and reset() renews it; "
+        "P is not positive definite. If it is RLS's own, optimizer.check() finds the layer and reset() renews its P; "
         "with exact statistics, check that the layers' inputs are finite and sample more batches"
     )

@@ -73,7 +73,7 @@ class GivenBatches:
         check_iterable(name, batches, "give a list of batches or a DataLoader")
         if isinstance(batches, Iterator):
             raise ValueError(
-                f"{name} can be gone through only once: give a list of batches or a DataLoader, not its iterator"
+                f"{name} can be iterated only once: give a list of batches or a DataLoader, not its iterator"
             )
         self._batches, self._device, self._name, self._ranks = batches, device, name, ranks
         batch = next(iter(batches), None)

@@ -147,7 +147,7 @@ class Objective:
         copied = isinstance(ids, Tensor) and ids.shape == targets.shape and torch.equal(ids[counted], targets[counted])
         if copied and self._loss is None:
             raise ValueError(
-                "labels are the input_ids, as for a model that shifts them itself, but the network tells no loss for "
+                "labels are the input_ids, as for a model that shifts them itself, but the network returns no loss for "
                 "them: leave labels out, or give loss="
             )
         return copied

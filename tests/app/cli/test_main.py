@@ -214,10 +214,10 @@ def test_each_command_resumes_its_own_runs_and_names_the_other(
 ) -> None:
     RunFolder(tmp_path).write_json("config", make_config("digits-fnn").to_dict())
     assert main(["fit", "--resume", str(tmp_path)]) == 2
-    assert f"go on with `rlsprune run --resume {tmp_path}`" in capsys.readouterr().err
+    assert f"resume it with `rlsprune run --resume {tmp_path}`" in capsys.readouterr().err
     RunFolder(tmp_path).write_json("config", make_fit_config("nets:mlp", tmp_path).to_dict())
     assert main(["run", "--resume", str(tmp_path)]) == 2
-    assert f"go on with `rlsprune fit --resume {tmp_path}`" in capsys.readouterr().err
+    assert f"resume it with `rlsprune fit --resume {tmp_path}`" in capsys.readouterr().err
 
 
 def test_data_list_tells_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_rivals_are_trained_by_momentum_and_ours_by_rls() -> None:
         ({"cpu_seconds": 0.0}, r"--cpu-seconds 0\.0"),
         ({"cpu_seconds": 9.0, "epochs": 3}, "give one of them"),
         ({"target": 0.1, "rival_ratio": 0.5, "method": "l1-norm"}, "--rival-ratio follows from --target"),
-        ({"target": 0.1, "target_of": "flops", "method": "weight-level"}, "leaves the FLOPs as they are"),
+        ({"target": 0.1, "target_of": "flops", "method": "weight-level"}, "does not change the FLOPs"),
         ({"target": 0.1, "target_of": "time"}, "--target-of time"),
         ({"test_on": "train"}, "--test-on train"),
         ({"prune_epoch": 0}, "--prune-epoch 0"),

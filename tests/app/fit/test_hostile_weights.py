@@ -59,7 +59,7 @@ def test_code_bombs_and_foreign_files_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2, 3), 7: torch.zeros(2)}, path)
     refuse(path, "names that are not text")
     torch.save([torch.zeros(2, 3)], path)
-    refuse(path, "something else than tensors")
+    refuse(path, "something other than tensors")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(100_000_000))
     refuse(path, "packed or overlap")

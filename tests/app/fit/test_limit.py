@@ -115,5 +115,5 @@ def test_limits_that_are_none(
 
 def test_few_held_out_examples_are_told(networks: Path, npz: Path) -> None:
     config = make_fit_config(f"{networks}:mlp", npz, max_drop=0.5)
-    with pytest.warns(UserWarning, match="48 examples are held out to measure it, of which each is 2.1 points"):
+    with pytest.warns(UserWarning, match="one of the 48 held-out examples, which is 2.1 points"):
         make_own_recipe(config, load_own_data(config))

@@ -18,9 +18,9 @@ __all__ = ["app", "execute"]
 
 _EPILOG = """Examples: `rlsprune run` · `rlsprune fit my_module:build_model --data photos/` · `rlsprune report runs/*`
 
---debug, anywhere, shows the traceback of an error.
+--debug, at any place, shows the traceback of an error.
 
-Exit codes: 0 done · 1 failed (disk, network, a bug) · 2 options, files or installation do not fit \
+Exit codes: 0 done · 1 failed (disk, network, a bug) · 2 wrong options, files or installation \
 · 3 a data set is missing or damaged · 4 training diverged · 130 interrupted."""
 
 app = typer.Typer(

@@ -33,7 +33,7 @@ def bench(
         typer.Option("--shape", help="The shape of one input, such as 3,224,224. Default: the experiment's."),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=2, help="Inputs per step.")] = 128,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each step is measured.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often to measure each step.")] = 5,
     device: options.Device = None,
     threads: options.Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,

@@ -52,11 +52,11 @@ def compare(
     out: options.Out = None,
     jobs: options.Jobs = 1,
     finished: Annotated[
-        bool, typer.Option("--finished", help="Run nothing: compare the runs in --out that are finished.")
+        bool, typer.Option("--finished", help="Run nothing; compare the finished runs in --out.")
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Run all methods and their unpruned twins, and put them beside the paper's table. Finished runs are kept."""
+    """Run all methods and their unpruned twins, and compare them with the paper's table. Finished runs are kept."""
     folder = _out(out, f"compare-{experiment}-{training['preset']}")
     runs = plan_comparison(
         experiment,

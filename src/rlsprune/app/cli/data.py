@@ -21,7 +21,7 @@ app = typer.Typer(
 
 @app.command("list", epilog="Example: `rlsprune data list --data-dir ~/data`")
 def show(data_dir: options.DataDir = None) -> None:
-    """List the data sets and whether they are here."""
+    """List the data sets, and say which are on this machine."""
     from rlsprune.app.data import ENTRIES, DataError
     from rlsprune.app.data.catalog import locate
 
@@ -48,7 +48,7 @@ def get(
     data_dir: options.DataDir = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Download a data set, or the rest of it."""
+    """Download a data set, or the missing part of it."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from rlsprune.app.data import get as get_data

@@ -61,17 +61,17 @@ def fit(
     ] = None,
     label: Annotated[
         list[str] | None,
-        typer.Option("--label", help="The column of a table to predict, or several. Default: the last."),
+        typer.Option("--label", help="The column of a table to predict; repeat it for several. Default: the last."),
     ] = None,
     drop_columns: Annotated[
-        str | None, typer.Option("--drop-columns", help="Columns of a table to leave out, with commas between.")
+        str | None, typer.Option("--drop-columns", help="Columns of a table to leave out, separated by commas.")
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
             "--metric",
-            help=f"The score that counts: {', '.join(METRICS)}. Default: accuracy; r2 of numbers; f1 of "
-            "several labels. Of two classes, f1 and average-precision are those of the second in the order of names.",
+            help=f"The score that counts: {', '.join(METRICS)}. Default: accuracy; r2 for numbers; f1 for "
+            "several labels. With two classes, f1 and average-precision are those of the second by name.",
             autocompletion=options.completing(tuple(METRICS)),
         ),
     ] = None,
@@ -100,7 +100,7 @@ def fit(
         float | None,
         typer.Option(
             "--target",
-            help=f"The share of the parameters at which pruning ends. Default: {OURS.target:g}, none with --max-drop.",
+            help=f"Pruning ends at this share of the parameters. Default: {OURS.target:g}, none with --max-drop.",
         ),
     ] = None,
     features: Annotated[
@@ -111,8 +111,8 @@ def fit(
         float | None,
         typer.Option(
             "--max-drop",
-            help="Train the unpruned network (or take --weights as they are), then give the smallest one whose "
-            "held-out score is at most so many points worse; of R² a point is 0.01, of errors the target's own unit.",
+            help="Train the unpruned network (or take --weights as they are), then find the smallest one whose "
+            "held-out score is at most so many points worse. A point is 0.01 of R², or one unit of mae and rmse.",
         ),
     ] = None,
     recovery_epochs: Annotated[
@@ -140,8 +140,8 @@ def fit(
         str | None,
         typer.Option(
             "--loss",
-            help="cross-entropy or mse of classes, mse or huber of numbers, bce of several labels. Default: the first "
-            "of these.",
+            help="cross-entropy or mse for classes, mse or huber for numbers, bce for several labels. Default: the "
+            "first of these.",
             autocompletion=options.completing(tuple(LOSSES)),
         ),
     ] = None,
@@ -157,8 +157,8 @@ def fit(
         str | None,
         typer.Option(
             "--augment",
-            help="Vary the training images: crop (shift by up to 4 pixels) or crop+flip (mirror, too). A number after "
-            "crop sets the pixels, as in crop2.",
+            help="Vary the training images: crop (shift by up to 4 pixels) or crop+flip (also mirror half of them). "
+            "A number after crop sets the pixels, as in crop2.",
             autocompletion=options.completing(("crop", "crop+flip", "crop2")),
         ),
     ] = None,
@@ -169,11 +169,11 @@ def fit(
     no_prune: Annotated[bool, typer.Option("--no-prune", help="Train without pruning.")] = False,
     baseline: Annotated[
         bool,
-        typer.Option("--baseline", help="Train the unpruned network alike, too, and compare the pruned one with it."),
+        typer.Option("--baseline", help="Also train the unpruned network in the same way, and compare with it."),
     ] = False,
     int8: Annotated[
         bool,
-        typer.Option("--int8", help="Write model-int8.onnx, in 8-bit integers, too, and measure its score."),
+        typer.Option("--int8", help="Also write model-int8.onnx, in 8-bit integers, and measure its score."),
     ] = False,
     standardise: Annotated[
         bool,
@@ -251,7 +251,7 @@ def _resumed(path: Path, device: str | None, on_fault: str | None) -> FitConfig:
 
     values = RunFolder(path).read_json("config")
     if "import_from" not in values:
-        raise ValueError(f"{path} holds a run of `rlsprune run`: go on with `rlsprune run --resume {path}`")
+        raise ValueError(f"{path} holds a run of `rlsprune run`: resume it with `rlsprune run --resume {path}`")
     config = FitConfig.from_dict(values)
     device = options.usable_device(device or config.device)
     return replace(config, device=device, on_fault=on_fault or config.on_fault)

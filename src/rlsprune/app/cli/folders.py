@@ -64,7 +64,7 @@ def _choose(name: str, out: Path | None) -> Path:
 
     if out is not None:
         if RunFolder(out).started:
-            raise ValueError(f"{out} holds a run already: go on with `--resume {out}`, or give another --out")
+            raise ValueError(f"{out} holds a run already: resume it with `--resume {out}`, or give another --out")
         return out
     candidates = (Path("runs") / (f"{name}-{number}" if number > 1 else name) for number in range(1, 1_000_000))
     return next(path for path in candidates if not RunFolder(path).started)

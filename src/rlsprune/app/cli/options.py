@@ -48,7 +48,7 @@ OptimizerName = Annotated[
     str | None,
     typer.Option(
         "--optimizer",
-        help=f"One of {_choices(OPTIMIZERS)}. Default: sgd for the rivals, rls for all else.",
+        help=f"One of {_choices(OPTIMIZERS)}. Default: sgd for the rivals, rls for all others.",
         autocompletion=completing(OPTIMIZERS),
     ),
 ]
@@ -65,12 +65,12 @@ RecipeName = Annotated[
     typer.Option(
         "--recipe",
         help=f"How to train: {_choices(RECIPES)} (images, loss, schedule, average of the weights, epochs). Default: "
-        "ours for rls and scratch, paper for all else.",
+        "ours for rls and scratch, paper for all others.",
         autocompletion=completing(RECIPES),
     ),
 ]
 LearningRate = Annotated[
-    float | None, typer.Option("--lr", help="The learning rate. Default: what suits experiment and optimizer.")
+    float | None, typer.Option("--lr", help="The learning rate. Default: one that suits experiment and optimizer.")
 ]
 CpuSeconds = Annotated[
     float | None,
@@ -109,13 +109,13 @@ Tolerance = Annotated[
     float | None,
     typer.Option(
         "--tolerance",
-        help="The loss counts as recovered up to this share above the least loss at which a prune happened. "
+        help="A loss up to this share above the lowest loss at any prune counts as recovered. "
         f"Default: {OURS.tolerance}.",
     ),
 ]
 ALLOCATE = (
-    "Prune most where it raises the held-out loss least, instead of the share ξ of every layer, and by no more than a "
-    "quarter at an event."
+    "Prune most where that raises the held-out loss least, instead of the share ξ of every layer. An event raises this "
+    "loss by at most a quarter."
 )
 Allocate = Annotated[
     bool | None, typer.Option("--allocate/--no-allocate", help=f"{ALLOCATE} Default: the experiment's.")
@@ -132,7 +132,7 @@ GateName = Annotated[
     str | None,
     typer.Option(
         "--gate",
-        help="The loss that has to recover before the next prune: train (the epoch's mean), batch (the last minibatch) "
+        help="The loss that must recover before the next prune: train (the epoch's mean), batch (the last minibatch) "
         "or valid (held-out images).",
         autocompletion=completing(GATES),
     ),
@@ -175,9 +175,7 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        "--threads", min=1, help="Torch's threads. Default: the cores that the load leaves free, shared by --jobs."
-    ),
+    typer.Option("--threads", min=1, help="Torch's threads. Default: the idle cores, shared by --jobs."),
 ]
 OnFault = Annotated[
     str | None,
@@ -189,7 +187,7 @@ OnFault = Annotated[
     ),
 ]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Use only algorithms that give the same numbers every time.")
+    bool, typer.Option("--deterministic", help="Use only deterministic algorithms, so that results repeat.")
 ]
 Bfloat16 = Annotated[
     bool,
@@ -198,7 +196,7 @@ Bfloat16 = Annotated[
         help="Run the forward passes of training in bfloat16, by autocast: faster where the device has it.",
     ),
 ]
-Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="How many runs to carry out at a time.")]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="How many runs to do at a time.")]
 Seed = Annotated[int, typer.Option("--seed", help="The seed of initialisation and shuffling.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas. Each makes a run.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for the results.")]
@@ -206,7 +204,7 @@ Logger = Annotated[
     list[str] | None,
     typer.Option(
         "--logger",
-        help=f"Log the run to one of {', '.join(LOGGERS)} as well; may be given several times.",
+        help=f"Also log the run to one of {', '.join(LOGGERS)}. Repeat it for several.",
         autocompletion=completing(LOGGERS),
     ),
 ]

@@ -36,19 +36,19 @@ def pareto(
         ),
     ] = None,
     target: Annotated[
-        float | None, typer.Option("--target", help="Stop at this share of the parameters, whatever the accuracy.")
+        float | None, typer.Option("--target", help="Stop at this share of the parameters, at any accuracy.")
     ] = None,
-    ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that goes in a round.")] = 0.2,
+    ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that a round removes.")] = 0.2,
     recovery_epochs: Annotated[
-        int, typer.Option("--recovery-epochs", help="Epochs of training after each round, at most.")
+        int, typer.Option("--recovery-epochs", help="At most so many epochs of training after each round.")
     ] = 2,
-    lr: Annotated[float, typer.Option("--lr", help="η of the RLS that recovers.")] = 0.1,
+    lr: Annotated[float, typer.Option("--lr", help="The learning rate of RLS in these epochs.")] = 0.1,
     data_dir: options.DataDir = None,
     device: options.Device = None,
     out: options.Out = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Make a finished run's network smaller and smaller, and draw accuracy against size."""
+    """Shrink a finished run's network step by step, and draw accuracy against size."""
     from rlsprune.app.cli.terminal import status
     from rlsprune.app.experiments.pareto import FrontSettings, shrink_run
     from rlsprune.app.run.folder import RunFolder

@@ -42,7 +42,7 @@ def plan(
         ),
     ],
     world_size: Annotated[int, typer.Option("--world-size", help="How many processes.")] = 1,
-    batch: Annotated[int, typer.Option("--batch", help="Inputs per step, of all processes together.")] = 128,
+    batch: Annotated[int, typer.Option("--batch", help="Inputs per step, over all processes.")] = 128,
     sharded: Annotated[
         bool, typer.Option("--sharded", help="fully_shard divides weights, gradients and velocities, block by block.")
     ] = False,
@@ -56,12 +56,12 @@ def plan(
         float | None, typer.Option("--gbytes", help="The memory bandwidth, in GB/s. Default: this machine's, measured.")
     ] = None,
     link: Annotated[
-        float, typer.Option("--link", help="What a process sends to others, in GB/s. 12.5 are 100 Gbit/s.")
+        float, typer.Option("--link", help="The speed of the link between processes, in GB/s; 12.5 are 100 Gbit/s.")
     ] = 12.5,
     device: options.Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what a step, an event and a shrink cost each process in memory, time and bytes, and what fits."""
+    """Estimate what a step, an event and a shrink cost each process in memory, time and bytes, and what fits."""
     from rich.console import Console
 
     from rlsprune.app.costs.estimate import Machine, make_plan, measure

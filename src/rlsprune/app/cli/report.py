@@ -20,14 +20,16 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are overlaid.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The page's file. Default: report.html in the run, or here for several."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="The file to write. Default: report.html in the run's folder; for several runs, in this folder.",
+        ),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Keep the page up to date until the runs end; Ctrl-C ends watching.")
     ] = False,
-    every: Annotated[
-        float, typer.Option("--every", min=0.1, help="With --watch: seconds between two looks at the runs.")
-    ] = 2.0,
+    every: Annotated[float, typer.Option("--every", min=0.1, help="With --watch: seconds between updates.")] = 2.0,
 ) -> None:
     """Write a page that shows runs, finished or not: one HTML file that opens offline."""
     from rlsprune.app.report import write_report

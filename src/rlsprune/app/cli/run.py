@@ -40,9 +40,7 @@ def run(
     seed: options.Seed = 0,
     shape_from: Annotated[
         Path | None,
-        typer.Option(
-            "--from", help="For scratch: the folder of a run of rls, whose shape to take. Default: a new run of rls."
-        ),
+        typer.Option("--from", help="For scratch: the run of rls whose shape to train. Default: a new run of rls."),
     ] = None,
     out: options.Out = None,
     resume: options.Resume = None,
@@ -54,7 +52,7 @@ def run(
     shown = Shown(quiet=quiet, as_json=as_json, loggers=options.loggers(logger))
     if resume is not None:
         folders.refuse_other_options(context, _WITH_RESUME)
-        of_fit = f"go on with `rlsprune fit --resume {resume}`"
+        of_fit = f"resume it with `rlsprune fit --resume {resume}`"
         config = folders.read_config(resume, of_fit, training["device"], training["data_dir"])
         config = replace(config, on_fault=training["on_fault"] or config.on_fault)
         _execute(config, resume, shown)

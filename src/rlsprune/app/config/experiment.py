@@ -89,7 +89,7 @@ class RunConfig(BaseConfig):
                 raise ValueError("--rival-ratio follows from --target: give one of them")
             if self.rival_target_of == "flops" and self.method in ZEROING:
                 raise ValueError(
-                    f"--target-of flops: {self.method} zeroes weights and leaves the FLOPs as they are; take params"
+                    f"--target-of flops: {self.method} zeroes weights and does not change the FLOPs; use params"
                 )
 
     def differences(self, other: RunConfig) -> list[str]:

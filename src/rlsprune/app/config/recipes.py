@@ -58,7 +58,7 @@ def optimizer_of(method: str, asked: str | None) -> str:
     optimizer = asked or ("sgd" if method in BASELINES else "rls")
     check_choice("optimizer", optimizer, OPTIMIZERS)
     if method == "rls-paper" and optimizer != "rls":
-        raise ValueError(f"--optimizer {optimizer}: rls-paper prunes by the P of RLS; leave it out, or take rls")
+        raise ValueError(f"--optimizer {optimizer}: rls-paper prunes by the P of RLS; leave it out, or use rls")
     return optimizer
 
 

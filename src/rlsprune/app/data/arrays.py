@@ -119,7 +119,7 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Arr
             raise DataError(path, f"{member.filename} has not the size of its shape {shape}", _WRITE)
         data = Source(path, cast(Readable, file), size, _WRITE).read(size, member.filename, limit=size)
         if file.read(1):
-            raise DataError(path, f"{member.filename} goes on after its end", _WRITE)
+            raise DataError(path, f"{member.filename} has bytes after its end", _WRITE)
     if dtype.kind == "U":
         codes = data.view(np.dtype("u4").newbyteorder(dtype.byteorder))
         if ((codes > _LAST_CHARACTER) | ((codes >= _SURROGATES[0]) & (codes <= _SURROGATES[1]))).any():

@@ -38,7 +38,7 @@ def read_objects(name: str, make: Callable[[], Any], task: str | None = None, se
         found = [found[part] for part in ("train", "test") if part in found]
     parts = list(found) if isinstance(found, tuple | list) else [found]
     if not 1 <= len(parts) <= 2:
-        raise DataError(name, f"it gives {len(parts)} data sets", _RETURN)
+        raise DataError(name, f"it returns {len(parts)} data sets", _RETURN)
     inputs, labels = zip(*(_read(name, part) for part in parts), strict=True)
     if inputs[0].shape[1:] != inputs[-1].shape[1:] or inputs[0].dtype != inputs[-1].dtype:
         shapes = [f"{part.dtype} of {tuple(part.shape)}" for part in inputs]
@@ -81,7 +81,7 @@ def _read(name: str, data: Any) -> tuple[Tensor, Array]:
             problem = f"example {number} is {inputs[-1].dtype} of {tuple(inputs[-1].shape)}, the first is not"
             raise DataError(name, problem, "Give all one shape and type (Resize, ToTensor)")
     if not inputs:
-        raise DataError(name, f"it gives a {type(data).__name__} without examples", _RETURN)
+        raise DataError(name, f"it returns a {type(data).__name__} without examples", _RETURN)
     stacked = torch.stack(inputs)
     if stacked.dtype != torch.uint8:
         stacked = stacked.to(torch.float32)

@@ -114,8 +114,8 @@ def limited(config: FitConfig, recipe: Recipe) -> Recipe:
     one = 100 / len(data.valid)
     if metric.unit == " %" and one > config.max_drop:
         warnings.warn(
-            f"--max-drop {config.max_drop:g}: {len(data.valid)} examples are held out to measure it, of which each is "
-            f"{one:.2g} points. More data, or a larger drop, can be told apart",
+            f"--max-drop {config.max_drop:g} is less than one of the {len(data.valid)} held-out examples, which is "
+            f"{one:.2g} points: give more data or allow a larger drop",
             stacklevel=2,
         )
     limit = _Limit(config, recipe)

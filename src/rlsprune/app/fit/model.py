@@ -128,10 +128,10 @@ def find_layout(model: nn.Module, data: Dataset, name: str) -> Layout:
         return layout
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != 2:
         shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(f"{name} gives {shape} for 2 examples: it must give a tensor of shape (2, {what})")
+        raise ValueError(f"{name} returns {shape} for 2 examples: it must return a tensor of shape (2, {what})")
     if outputs.shape[1] != wanted:
         raise ValueError(
-            f"{name} puts out {outputs.shape[1]} values, but {data.name} has {wanted} {what} "
+            f"{name} returns {outputs.shape[1]} values, but {data.name} has {wanted} {what} "
             f"({quoted(data.classes)}): make its last layer {wanted} wide, or choose another --task"
         )
     return layout
@@ -239,7 +239,7 @@ def _read_pickle(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
             content = content["state_dict"]
         if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise FileError(path, "it holds something else than tensors by name", remedy)
+            raise FileError(path, "it holds something other than tensors by name", remedy)
         if not all(isinstance(name, str) for name in content):
             raise FileError(path, "it holds tensors under names that are not text", remedy)
         outlines = {

@@ -92,8 +92,8 @@ class Checkpoints:
             for bad, reason in damaged:
                 aside = self._set_aside(bad, "damaged")
                 warnings.warn(
-                    f"the checkpoint {bad} is damaged ({reason}): it was set aside as {aside.name}, and the run goes "
-                    f"on from {path.name}",
+                    f"the checkpoint {bad} is damaged ({reason}): it was set aside as {aside.name}, and the run "
+                    f"resumes from {path.name}",
                     stacklevel=4,
                 )
             return epoch, state

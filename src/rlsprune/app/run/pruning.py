@@ -104,8 +104,8 @@ class RLSPruning(NoPruning):
         if self._features is not None and (not isinstance(kept, Tensor) or len(kept) > self._features):
             left = len(kept) if isinstance(kept, Tensor) else "all"
             warnings.warn(
-                f"--features {self._features}: {left} columns are left, as the loss did not recover from more. Give "
-                "more --epochs or a larger --tolerance",
+                f"--features {self._features}: {left} columns are left, because the loss did not recover with fewer. "
+                "Give more --epochs or a larger --tolerance",
                 stacklevel=2,
             )
         return self._newest(seen)
