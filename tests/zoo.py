@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from rlsprune.graph import ChannelGraph, Group, Member, plan_cuts
 from rlsprune.graph.layers import axis_of
+from rlsprune.model.sizes import is_experts
 from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import apply_cuts
 
@@ -636,6 +637,38 @@ class PixelAttention(nn.Module):
         return x + self.out(attended.transpose(1, 2).reshape(batch, count, width)).transpose(1, 2).reshape(x.shape)
 
 
+class Experts(nn.Module):
+    """As transformers has them: the weights of all in two tensors, each token read by some."""
+
+    def __init__(self, width: int, inner: int, count: int) -> None:
+        super().__init__()
+        self.intermediate_dim, self.act = inner, nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * inner, width) / 4)
+        self.down_proj = nn.Parameter(torch.randn(count, width, inner) / 4)
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number in chosen.unique():
+            token, place = torch.where(chosen == number)
+            gate, up = functional.linear(x[token], self.gate_up_proj[number]).chunk(2, -1)
+            made = functional.linear(self.act(gate) * up, self.down_proj[number])
+            result.index_add_(0, token, made * shares[token, place, None])
+        return result
+
+
+class Mixture(nn.Module):
+    """Two of four experts for each token."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, 4), Experts(width, inner, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        shares, chosen = self.router(tokens).softmax(-1).topk(2)
+        return self.experts(tokens, chosen, shares).view(x.shape)
+
+
 class TorchAttention(nn.Module):
     """``nn.MultiheadAttention`` of its input alone; with keys and values of their own widths if told so."""
 
@@ -1010,6 +1043,12 @@ ZOO: dict[str, Specimen] = {
         },
         ("patch", "head"),
     ),
+    "mixture": Specimen(
+        lambda: Patches(12, Mixture(12, 24)),
+        _IMAGE,
+        {"block.attention.experts": 3, "block.fc1": 10},
+        ("patch", "block.attention.router", "head"),
+    ),
     "gated": Specimen(Gated, _IMAGE, {"conv": 6}, ("fc",)),
     "channels-last-flatten": Specimen(ChannelsLastFlatten, _IMAGE, {"conv": 6, "fc1": 9}, ("fc2",)),
     "channel-softmax": Specimen(ChannelSoftmax, _IMAGE, {"mix": 7}, ("conv", "fc")),
@@ -1049,24 +1088,25 @@ def zeroed(chosen: list[tuple[Group, Tensor]], model: nn.Module) -> Iterator[Non
     handles = []
     before = Snapshot(model, copy=True)
     for group, units in chosen:
-        for member in group.consumers if group.attention is not None else ():
+        inside = [member for member in group.consumers if group.attention is not None or is_experts(member.module)]
+        for member in inside:
             _zero(member, units)  # by its weights: torch's attention does not call its output projection
         for member in group.producers:
             if isinstance(member.module, nn.RNNBase):
                 _zero(member, units, dim=1)  # a state is read by its own layer too
         for member in [query for query, _ in group.products] + [m for m in group.carriers if group.products]:
             _zero(member, units)
-        for member in group.consumers if group.attention is None else ():
+        for member in group.consumers if not inside else ():
             columns = member.index[units].flatten()
 
-            def zero(_: nn.Module, inputs: tuple[Tensor], columns: Tensor = columns) -> Tensor:
+            def zero(_: nn.Module, inputs: tuple[Any, ...], columns: Tensor = columns) -> tuple[Any, ...]:
                 value = inputs[0].clone()
                 # Linear layers read the last dimension, convolutions the second of (batch, channel, …).
                 if isinstance(_, nn.Linear | Conv1D | nn.RNNBase):
                     value[..., columns] = 0
                 else:
                     value[:, columns] = 0
-                return value
+                return value, *inputs[1:]
 
             handles.append(member.module.register_forward_pre_hook(zero))
     yield

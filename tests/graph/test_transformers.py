@@ -36,6 +36,11 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if name == "vit":
         config = transformers.ViTConfig(**SMALL, num_attention_heads=4, image_size=16, patch_size=8)
         return transformers.ViTModel(config, add_pooling_layer=False), IMAGE
+    if name == "mixtral":
+        config = transformers.MixtralConfig(
+            **{**SMALL, "intermediate_size": 24}, num_attention_heads=6, num_key_value_heads=2, num_local_experts=3
+        )
+        return transformers.MixtralModel(config), {**TOKENS, "use_cache": False}
     if name == "deberta":
         options = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "num_attention_heads": 4}
         return transformers.DebertaV2Model(transformers.DebertaV2Config(**SMALL, **options)), TOKENS
@@ -53,6 +58,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
         ("qwen3", {"heads": 2, "queries": 3}),
         ("vit", {"heads": 4, "dims": 6}),
         ("swin", {"heads": 3, "dims": 4}),
+        ("mixtral", {"heads": 2, "queries": 3}),
         ("deberta", {"heads": 4, "values": 6}),  # scores of content and of positions are added
     ],
 )
@@ -61,6 +67,7 @@ def test_heads_go_and_what_is_left_runs(name: str, expected: dict[str, int], tmp
     graph = find_groups(model, inputs)
     found = {group.name.partition("[")[2].strip("]"): group.size for group in graph if group.attention is not None}
     assert found == expected
+    assert name != "mixtral" or graph["layers.0.mlp.experts"].size == 3
     chosen = some_units(graph)
     with zeroed(chosen, model):
         wanted = run(model, inputs)

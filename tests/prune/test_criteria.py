@@ -11,6 +11,7 @@ from networks import SHAPES, cnn, fnn, train, trained
 from rlsprune.graph import find_groups
 from rlsprune.prune import criteria
 from rlsprune.statistics.rows import sample_rows, weight_matrix
+from zoo import ZOO
 
 
 def rows_of(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
@@ -159,3 +160,14 @@ def test_of_channels_that_stand_in_for_each_other_obs_leaves_one(statistics: str
     assert 5 in removed
     assert len({0, 1, 2} & set(removed)) == 2
     assert (model(inputs) - before).abs().max() < 0.1 * before.abs().max()
+
+
+def test_the_width_of_experts_is_scored_by_the_weights_of_all_of_them() -> None:
+    model = ZOO["mixture"].model()
+    group = find_groups(model, ZOO["mixture"].inputs())["block.attention.experts"]
+    experts = group.producers[0].module
+    gates, ups = experts.gate_up_proj.detach().double().chunk(2, 1)
+    made = (gates.abs() + ups.abs()).sum((0, 2)).view(3, 8).sum(1)  # three units of eight
+    read = experts.down_proj.detach().double().square().sum((0, 1)).view(3, 8).sum(1)
+    assert torch.allclose(criteria.l1(group)[0], made)
+    assert torch.allclose(criteria.obs(group, {}.__getitem__)[0], read)

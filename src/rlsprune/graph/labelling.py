@@ -19,6 +19,7 @@ from rlsprune.graph.recurrent import follow_recurrent
 from rlsprune.graph.rules import apply_rule
 from rlsprune.graph.slots import Slots
 from rlsprune.model.calls import output_tensors
+from rlsprune.model.sizes import is_experts
 from rlsprune.model.tensors import tensors_in
 
 __all__ = ["Labelling"]
@@ -43,6 +44,8 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._filters: dict[int, tuple[Tensor, Tensor]] = {}
         self._lone_from = 0
         self._within: list[nn.Module] = []
+        self._whole: nn.Module | None = None
+        """What runs and is followed as a whole, and not function by function."""
         self._number_layers(model)
         self.slots.tie_inside_layers()
         self._number_lone_parameters(model)
@@ -92,11 +95,17 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def enter(module: nn.Module, _: Any) -> None:
             self._within.append(module)
+            if self._whole is None and (isinstance(module, nn.RNNBase) or is_experts(module)):
+                self._whole = module
             self.order.setdefault(module, len(self.order))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             while self._within and self._within.pop() is not module:
                 pass
+            if self._whole is module:
+                self._whole = None
+            if is_experts(module):
+                self._follow_experts(module, args)
             if isinstance(module, nn.RNNBase):
                 made = follow_recurrent(module, self._names[module], args, output, self.slots, self._labels_of)
                 self._known.update({id(tensor): (tensor, labels) for tensor, labels in made})
@@ -119,13 +128,21 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         read = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self._known]
-        if read and not (self._within and isinstance(self._within[-1], nn.RNNBase)):
+        if read and self._whole is None:
             for tensor in read:
                 owner = self._owners.get(id(tensor))
                 if owner is not None:
                     self.order.setdefault(owner, len(self.order))
             self._follow(func, args, kwargs, result, read)
         return result
+
+    def _follow_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """What each expert makes inside is read by the same expert; what goes in stays."""
+        name = self._names[module]
+        self.slots.tie_all(self.slots.numbers((name, "out", None)), self.slots.numbers((name, "in", None)))
+        for tensor in tensors_in(args):
+            for labels in self._labels_of(tensor).fields:
+                self.slots.keep(compact(labels), f"{name} reads it in its experts")
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, read: list[Tensor]

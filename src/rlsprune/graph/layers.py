@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from rlsprune.model.attention import value_dim
-from rlsprune.model.sizes import is_transposed_linear
+from rlsprune.model.sizes import is_experts, is_transposed_linear
 
 Side = Literal["in", "out", "both"]
 """The channels a layer reads, those it makes, or, where each output channel is made of one input channel, both."""
@@ -60,7 +60,7 @@ def sides(module: nn.Module) -> tuple[Side, ...]:
     """The sides on which channels of this layer can be removed; empty for a kind of layer that is left alone."""
     if is_depthwise(module) or isinstance(module, _NormBase | nn.GroupNorm):
         return ("both",)
-    if isinstance(module, nn.Linear | _ConvNd) or is_transposed_linear(module):
+    if isinstance(module, nn.Linear | _ConvNd) or is_transposed_linear(module) or is_experts(module):
         return ("in", "out")
     if isinstance(module, nn.PReLU):
         # A single slope serves every channel and stays whatever goes.
@@ -93,6 +93,8 @@ def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
         return _conv_axis(module, side)
     if isinstance(module, nn.RNNBase):
         return _recurrent_axis(module, side)
+    if is_experts(module):
+        return _experts_axis(module, side)
     if isinstance(module, nn.GroupNorm):
         each = module.num_channels // module.num_groups
         blocks = torch.arange(module.num_channels).view(module.num_groups, each)
@@ -131,6 +133,16 @@ def _recurrent_axis(module: nn.RNNBase, side: Side) -> ModuleAxis:
             slabs += (Slab(f"weight_ih_l{layer}{way}", 1),) if layer else ()
     size = len(ways) * module.hidden_size
     return ModuleAxis(size, slabs, {"hidden_size": len(ways)}, torch.arange(size).view(len(ways), -1).T)
+
+
+def _experts_axis(module: nn.Module, side: Side) -> ModuleAxis:
+    """The inner widths of all experts, which are one: gates, then what they gate, and what reads it."""
+    size = module.intermediate_dim
+    # Kernels of grouped products want rows of whole 16 bytes, in half precision too.
+    blocks = torch.arange(size).view(-1, 8) if size % 8 == 0 else None
+    if side == "in":
+        return ModuleAxis(size, (Slab("down_proj", 2),), {}, blocks)
+    return ModuleAxis(size, (Slab("gate_up_proj", 1, repeats=2),), {"intermediate_dim": 1}, blocks)
 
 
 def _conv_axis(module: _ConvNd, side: Side) -> ModuleAxis:

@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from rlsprune.graph.groups import Group
 from rlsprune.graph.members import Member
 from rlsprune.graph.observe import hooked
+from rlsprune.model.sizes import is_experts
 from rlsprune.model.tensors import complement
 
 __all__ = ["at_readers", "uncalled_in_homes", "uncalled_readers", "without_channels", "zero_channels", "zeroed"]
@@ -25,6 +26,8 @@ def at_readers(
     columns: dict[nn.Module, list[Tensor]] = {}
     for group, units in chosen:
         for member in group.consumers:
+            if is_experts(member.module):
+                continue  # they are called with something else
             columns.setdefault(member.module, []).append(member.index[units].flatten())
 
     def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -56,10 +59,10 @@ def _channel_dim(module: nn.Module) -> int:
 
 
 def uncalled_readers(group: Group, uncalled: Collection[nn.Module]) -> list[Member]:
-    """Readers of heads that are not called but used in a function, in a module that can be made to call them."""
+    """Readers that are not called with the units: in a module that can be made to call them, and experts."""
     home = None if group.attention is None else group.attention.fitted
     if home is None:
-        return []
+        return [member for member in group.consumers if is_experts(member.module)]
     return [
         member
         for member in group.consumers

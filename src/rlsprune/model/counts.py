@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rlsprune.model.calls import ExampleInputs, as_call, explained_run, unwrap
 from rlsprune.model.modes import evaluating, inference, plain_attention, preserved
-from rlsprune.model.sizes import is_transposed_linear
+from rlsprune.model.sizes import is_experts, is_transposed_linear
 
 __all__ = ["count", "flops_per_weight", "parameter_count", "weight_count", "weight_names"]
 
@@ -119,6 +119,8 @@ def weight_names(module: nn.Module) -> list[str]:
         return ["weight"]
     if isinstance(module, nn.MultiheadAttention):
         return ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    if is_experts(module):
+        return list(module._parameters)
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return [name for name in module._parameters if name.startswith("weight")]
     return []

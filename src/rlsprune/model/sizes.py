@@ -20,6 +20,7 @@ __all__ = [
     "check_sizes",
     "head_sizes",
     "implied_shapes",
+    "is_experts",
     "is_newly_sized",
     "is_transposed_linear",
     "read_sizes",
@@ -33,6 +34,15 @@ Shapes = dict[str, tuple[int, ...]]
 def is_transposed_linear(layer: nn.Module) -> bool:
     """Whether it is the ``Conv1D`` of transformers (GPT-2): a linear layer whose weight is (in, out)."""
     return type(layer).__name__ == "Conv1D" and all(hasattr(layer, name) for name in ("nx", "nf", "weight"))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is the experts of a mixture as transformers keeps them: gated blocks, in two tensors of all."""
+    own = module._parameters
+    up, down = own.get("gate_up_proj"), own.get("down_proj")
+    if len(own) != 2 or up is None or down is None or type(vars(module).get("intermediate_dim")) is not int:
+        return False
+    return up.dim() == down.dim() == 3 and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
 
 
 class _Kind(NamedTuple):
@@ -58,6 +68,12 @@ def _linear(_: nn.Linear, sizes: dict[str, int]) -> Shapes:
 
 def _transposed_linear(_: nn.Module, sizes: dict[str, int]) -> Shapes:
     return {"weight": (sizes["nx"], sizes["nf"]), "bias": (sizes["nf"],)}
+
+
+def _experts(layer: nn.Module, sizes: dict[str, int]) -> Shapes:
+    count, outside = layer.down_proj.shape[:2]  # type: ignore[union-attr, misc]
+    width = sizes["intermediate_dim"]
+    return {"gate_up_proj": (count, 2 * width, outside), "down_proj": (count, outside, width)}
 
 
 def _norm(_: _NormBase, sizes: dict[str, int]) -> Shapes:
@@ -151,11 +167,14 @@ _MULTIPLES = (("in_channels", "groups"), ("out_channels", "groups"), ("num_chann
 
 
 _TRANSPOSED_LINEAR = _Kind((), ("nx", "nf"), _transposed_linear)
+_EXPERTS = _Kind((), ("intermediate_dim",), _experts)
 
 
 def _kind(layer: nn.Module) -> _Kind | None:
     if is_transposed_linear(layer):
         return _TRANSPOSED_LINEAR
+    if is_experts(layer):
+        return _EXPERTS
     return next((kind for kind in _KINDS if isinstance(layer, kind.types)), None)
 
 
@@ -177,9 +196,9 @@ def head_sizes(module: nn.Module) -> Sizes:
 
 
 def is_newly_sized(layer: nn.Module) -> bool:
-    """Whether it is an attention or a recurrent layer, which files of 0.1.0 say nothing of."""
+    """Whether it is an attention, a recurrent layer or experts, which files of 0.1.0 say nothing of."""
     kind = _kind(layer)
-    return kind is None or not {nn.MultiheadAttention, nn.RNNBase}.isdisjoint(kind.types)
+    return kind in (None, _EXPERTS) or not {nn.MultiheadAttention, nn.RNNBase}.isdisjoint(kind.types)
 
 
 def write_sizes(layer: nn.Module, sizes: Mapping[str, int | list[int]]) -> None:

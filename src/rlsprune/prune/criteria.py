@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rlsprune.graph import Group, Member
 from rlsprune.graph.layers import ModuleAxis, axis_of
+from rlsprune.model.sizes import is_experts
 from rlsprune.model.tensors import whole
 from rlsprune.statistics.inverse import Inverse, cholesky_positive
 from rlsprune.statistics.rows import has_rows, input_count, input_rows, weight_matrix
@@ -114,8 +115,8 @@ def weight_norms(member: Member, power: int) -> Tensor:
 def _channel_norms(member: Member, power: int) -> Tensor:
     """Norms of the weights of each channel of each unit."""
     axis = axis_of(member.module, member.side)
-    if isinstance(member.module, nn.RNNBase):
-        return _recurrent_norms(member.module, axis, power)[member.index]
+    if isinstance(member.module, nn.RNNBase) or is_experts(member.module):
+        return _repeated_norms(member.module, axis, power)[member.index]
     parts = []
     for slab in axis.slabs:
         weight = getattr(member.module, slab.tensor, None)
@@ -128,14 +129,15 @@ def _channel_norms(member: Member, power: int) -> Tensor:
     return sums[member.index % len(sums)]
 
 
-def _recurrent_norms(layer: nn.RNNBase, axis: ModuleAxis, power: int) -> Tensor:
-    """Norms of the weights that make each state of a recurrent layer, or that read each of its inputs."""
+def _repeated_norms(layer: nn.Module, axis: ModuleAxis, power: int) -> Tensor:
+    """Norms of the weights that make each state of a recurrent layer or width of experts, or that read each."""
     norms = torch.zeros(axis.size, dtype=torch.float64)
     for slab in axis.slabs:
         makes = slab.dim == 0 or "hidden_size" not in axis.attributes
-        if makes and slab.tensor.startswith("weight"):
+        if makes and not slab.tensor.startswith("bias"):
             weight = whole(layer._parameters[slab.tensor].detach()).abs().pow(power)  # type: ignore[union-attr]
-            sums = weight.sum(1 - slab.dim).double().cpu().view(slab.repeats, -1).sum(0)
+            others = [dim for dim in range(weight.dim()) if dim != slab.dim]
+            sums = weight.sum(others).double().cpu().view(slab.repeats, -1).sum(0)
             norms[slab.offset : slab.offset + len(sums)] += sums
     return norms
 

@@ -21,7 +21,7 @@ from rlsprune.graph.build import module_names
 from rlsprune.graph.cuts import Cuts, cut
 from rlsprune.model.calls import ExampleInputs, measurable
 from rlsprune.model.sharded import settle, sharded_modules
-from rlsprune.model.sizes import write_sizes
+from rlsprune.model.sizes import is_experts, write_sizes
 from rlsprune.model.tensors import replace_data
 from rlsprune.optim.rls import RLS
 from rlsprune.prune.snapshot import Snapshot
@@ -129,7 +129,8 @@ class LiveNetwork:
                 parts.setdefault(group.producers[0].name, []).append(group)
         for name, module in self.model.named_modules():
             sizes |= {group.name: group.size for group in parts.get(name, ())}
-            names = ("hidden_size",) if isinstance(module, nn.RNNBase) else _OUTPUTS
+            inner = {"hidden_size": isinstance(module, nn.RNNBase), "intermediate_dim": is_experts(module)}
+            names = [name for name, fits in inner.items() if fits] or _OUTPUTS
             size = next((size for own in names if isinstance(size := getattr(module, own, None), int)), None)
             if size is not None:
                 sizes[name] = size
