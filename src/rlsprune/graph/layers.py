@@ -137,7 +137,8 @@ def _recurrent_axis(module: nn.RNNBase, side: Side) -> ModuleAxis:
 
 def _experts_axis(module: nn.Module, side: Side) -> ModuleAxis:
     """The inner widths of all experts, which are one: gates, then what they gate, and what reads it."""
-    size = module.intermediate_dim
+    size = module.down_proj.shape[2]  # type: ignore[index]
+    assert isinstance(size, int)
     # Kernels of grouped products want rows of whole 16 bytes, in half precision too.
     blocks = torch.arange(size).view(-1, 8) if size % 8 == 0 else None
     if side == "in":

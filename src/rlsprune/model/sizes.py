@@ -71,7 +71,7 @@ def _transposed_linear(_: nn.Module, sizes: dict[str, int]) -> Shapes:
 
 
 def _experts(layer: nn.Module, sizes: dict[str, int]) -> Shapes:
-    count, outside = layer.down_proj.shape[:2]  # type: ignore[union-attr, misc]
+    count, outside = layer.down_proj.shape[:2]  # type: ignore[index]
     width = sizes["intermediate_dim"]
     return {"gate_up_proj": (count, 2 * width, outside), "down_proj": (count, outside, width)}
 
