@@ -1,4 +1,4 @@
-"""Train a PyTorch network and make it smaller in the same run, by recursive least squares."""
+"""Make PyTorch networks smaller, while they train or after they are trained, by recursive least squares."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def _take_shape(pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
 class LoadsPruned:
     """Lets `load_from_checkpoint` load a pruned network. Put it before `LightningModule` among the bases.
 
-    Lightning gives a checkpoint to the module alone there, and to no callback. A module that has an
-    `on_load_checkpoint` of its own calls ``super().on_load_checkpoint(checkpoint)`` in it.
+    There, Lightning passes the checkpoint to the module and to no callback. A module with its own
+    `on_load_checkpoint` must call ``super().on_load_checkpoint(checkpoint)`` in it.
 
     Examples:
         >>> class Classifier(LoadsPruned, LightningModule):
@@ -57,7 +57,7 @@ class PruneCallback(Callback):
     """Prunes the module a little whenever its loss has recovered from the last prune.
 
     Works with automatic optimization by one optimizer, `rlsprune.RLS` or any other, on one device. Checkpoints
-    carry the pruner's state and the network's shape: `Trainer.fit(…, ckpt_path=…)` and `Trainer.test(…, ckpt_path=…)`
+    contain the pruner's state and the network's shape: `Trainer.fit(…, ckpt_path=…)` and `Trainer.test(…, ckpt_path=…)`
     take a checkpoint of a pruned network into a fresh module; for `load_from_checkpoint` see `LoadsPruned`.
 
     Examples:
@@ -77,13 +77,13 @@ class PruneCallback(Callback):
         """Keeps the settings; the pruner is made when training starts.
 
         Args:
-            example_inputs: What the network is called with; None for the module's `example_input_array`.
-            monitor: The logged metric that has to recover, "val_loss" say; None for the epoch's mean training loss.
+            example_inputs: Inputs of the network; None for the module's `example_input_array`.
+            monitor: The logged metric that must recover, such as "val_loss"; None for the epoch's mean training loss.
             submodule: The name of the part to prune; the whole module by default, called by its `forward`.
             on_prune: Called with the event after each prune and each roll-back.
-            mode: "max" for a monitored metric of which more is better, an accuracy say; the pruner's loss is its
-                negative then. None: "min", unless the metric's name says otherwise, which is refused.
-            **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
+            mode: "max" for a monitored metric of which higher is better, such as an accuracy; the pruner's loss is then
+                its negative. None: "min"; a metric whose name suggests "max" is refused.
+            **settings: Other settings of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor, self.submodule = example_inputs, monitor, submodule
         self._driven, self._on_prune = DrivenPruner(monitor, mode, settings), on_prune
@@ -92,7 +92,7 @@ class PruneCallback(Callback):
 
     @property
     def pruner(self) -> Pruner:
-        """The pruner, from the start of the training on."""
+        """The pruner, which exists once training has started."""
         return self._driven.pruner
 
     # --- one training -------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class PruneCallback(Callback):
         return {"pruner": pruner, **self._driven.epoch_so_far()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there when training starts."""
+        """Training continues from there when it starts."""
         self._saved = state_dict["pruner"]
         self._driven.restart_epoch(state_dict["loss"], state_dict["batches"])
 

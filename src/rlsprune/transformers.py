@@ -64,8 +64,8 @@ def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **op
 
     Args:
         model: Pruned or not.
-        folder: Where it goes; `from_pretrained` reads it.
-        **options: Of `model.save_pretrained`.
+        folder: The folder to write, which `from_pretrained` reads.
+        **options: Options of `model.save_pretrained`.
 
     Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -86,11 +86,11 @@ def from_pretrained(
     Args:
         folder: As in the class's own `from_pretrained`.
         model_class: The model's class; None for the class in `transformers` that the configuration names.
-        **options: Of the class's own `from_pretrained`.
+        **options: Options of the class's own `from_pretrained`.
 
     Returns:
-        The model, of that very class, in evaluation mode; with `output_loading_info=True` what Hugging Face tells of
-        the loading, too.
+        The model, of that very class, in evaluation mode; with `output_loading_info=True` also what Hugging Face
+        reports about the loading.
 
     Raises:
         FileError: The shape in the configuration is not one that this model can take.
@@ -197,13 +197,13 @@ class PruneCallback(TrainerCallback):
         """Keeps the settings; the pruner is made when training starts.
 
         Args:
-            example_inputs: What the model is called with; None for the first two examples of the training data.
-            monitor: The metric that has to recover, "eval_loss" say; None for the epoch's mean training loss.
+            example_inputs: Inputs of the model; None for the first two examples of the training data.
+            monitor: The metric that must recover, such as "eval_loss"; None for the epoch's mean training loss.
             on_prune: Called with the event after each prune and each roll-back.
-            mode: "max" for a monitored metric of which more is better, an accuracy say; the pruner's loss is its
-                negative then. None: "min", unless the metric's name says otherwise, which is refused.
+            mode: "max" for a monitored metric of which higher is better, such as an accuracy; the pruner's loss is then
+                its negative. None: "min"; a metric whose name suggests "max" is refused.
             resume_from_checkpoint: The checkpoint that `Trainer.train` resumes from; None: one in its `output_dir`.
-            **settings: Others of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
+            **settings: Other settings of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor = example_inputs, monitor
         self._driven, self._on_prune = DrivenPruner(monitor, mode, settings), on_prune
@@ -212,7 +212,7 @@ class PruneCallback(TrainerCallback):
 
     @property
     def pruner(self) -> Pruner:
-        """The pruner, from the start of the training on."""
+        """The pruner, which exists once training has started."""
         return self._driven.pruner
 
     def on_train_begin(

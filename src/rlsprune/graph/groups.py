@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Group:
     """Channels that must go together.
 
-    A depthwise convolution is a carrier: it makes each channel from one channel, so it neither mixes units nor counts
-    as a layer that makes or reads them, but its weights shrink with them.
+    A depthwise convolution is a carrier: it makes each channel from one channel, so it is no producer or consumer
+    of units, but its weights shrink with them.
 
     Examples:
         >>> import torch, rlsprune

@@ -42,18 +42,18 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint; all ranks call it, on a file system that they share.
 
-    It has the random state of every rank, too: resumed on as many ranks, a run has the same numbers to the bit.
+    It includes the random state of every rank: a run that resumes on as many ranks has the same numbers to the bit.
 
     Args:
-        folder: Made if it is not there. What it holds is replaced, and is no checkpoint until all of it is written: use
-            a new one for every checkpoint.
+        folder: Created if it does not exist. Its content is replaced, and is no checkpoint until all of it is written:
+            use a new folder for every checkpoint.
         model: The network, wrapped or not.
         optimizer: Any optimizer whose state is tensors and numbers.
         pruner: The pruner, if there is one.
 
     Raises:
-        ValueError: The optimizer also trains what is not in the model.
-        StorageError: The disk did not take it.
+        ValueError: The optimizer also trains parameters outside the model.
+        StorageError: The disk is full, read-only or failing.
 
     Examples:
         >>> import torch
@@ -101,21 +101,21 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, pruner: Stateful | None = None
 ) -> None:
-    """Loads a checkpoint that any number of ranks has written; all ranks call it. All of it is loaded, or nothing.
+    """Loads a checkpoint of any number of ranks, completely or not at all; all ranks call it.
 
-    Only from a folder that you trust: ``torch.distributed.checkpoint`` unpickles the metadata of the parts, which can
+    Load only folders that you trust: ``torch.distributed.checkpoint`` unpickles the metadata of the parts, which can
     execute anything.
 
     Args:
-        folder: Of :func:`save_checkpoint`.
-        model: A fresh model, which takes the checkpoint's shape and weights; divided by ``fully_shard`` or not,
-            whatever the one that was saved. Wrap it in DistributedDataParallel (again) after this.
-        optimizer: Of that model, with the same layers.
-        pruner: Of both.
+        folder: A folder of :func:`save_checkpoint`.
+        model: A fresh model, which takes the checkpoint's shape and weights; it may be divided by ``fully_shard`` or
+            not, like the saved one or unlike it. Wrap it in DistributedDataParallel after this.
+        optimizer: An optimizer of that model, with the same layers.
+        pruner: The pruner of both.
 
     Raises:
-        FileError: The checkpoint is damaged, not complete, or of another model or optimizer.
-        ValueError: The optimizer also trains what is not in the model, or the pruner follows other copies of it.
+        FileError: The checkpoint is damaged, incomplete, or of another model or optimizer.
+        ValueError: The optimizer also trains parameters outside the model, or the pruner follows other copies of it.
 
     Examples:
         >>> import torch

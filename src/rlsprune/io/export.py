@@ -48,19 +48,19 @@ class _Reference(NamedTuple):
 
 
 class ExportError(RuntimeError):
-    """A model that cannot be exported, or whose exported form computes something else."""
+    """A model cannot be exported, or its exported form computes other outputs."""
 
 
 def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | os.PathLike[str]) -> None:
     """Writes the model's inference as a `torch.export` program; `torch.export.load(path).module()` runs it.
 
     Args:
-        model: In any mode; it is exported as in `eval()` and left as it is.
+        model: In any mode; it is exported as in `eval()` and not changed.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, batch first.
         path: The file, ending in `.pt2`.
 
     Raises:
-        ExportError: If the model cannot be traced with a variable batch, or the file computes something else.
+        ExportError: If the model cannot be traced with a variable batch, or the file computes other outputs.
         OSError: If the file cannot be written.
 
     Examples:
@@ -98,15 +98,15 @@ def export_onnx(
     """Writes the model's inference as one ONNX file. Needs the extra `rlsprune[onnx]`.
 
     Args:
-        model: In any mode; it is exported as in `eval()` and left as it is.
+        model: In any mode; it is exported as in `eval()` and not changed.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, batch first.
-        path: The file, by custom ending in `.onnx`.
-        metadata: Texts by name that go into the file; onnxruntime gives them as
+        path: The file, which usually ends in `.onnx`.
+        metadata: Texts by name for the file; onnxruntime returns them as
             ``session.get_modelmeta().custom_metadata_map``.
 
     Raises:
         ImportError: If onnx, onnxscript or onnxruntime is not installed.
-        ExportError: If the model cannot be traced with a variable batch, or the file computes something else.
+        ExportError: If the model cannot be traced with a variable batch, or the file computes other outputs.
         OSError: If the file cannot be written.
 
     Examples:

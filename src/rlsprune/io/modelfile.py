@@ -40,17 +40,17 @@ _REMEDY = "give an undamaged file that rlsprune.save wrote for this model"
 def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
     """Writes a model, pruned or not, to one safetensors file.
 
-    The file is written beside its place, flushed to the disk and renamed: whatever goes wrong, what was there stays.
+    It writes the file beside its place, flushes it to the disk and renames it: if that fails, the old file stays.
 
     Args:
-        model: Wrappers of `torch.compile` and data parallelism are looked through. If it is divided by ``fully_shard``,
+        model: The model, also in wrappers of `torch.compile` and data parallelism. If ``fully_shard`` divides it,
             all ranks call this, and rank 0 writes.
-        path: The file, by custom ending in `.safetensors`.
-        metadata: Anything that `json.dumps` takes; `read_metadata` gives it back.
+        path: The file, which usually ends in `.safetensors`.
+        metadata: Anything that `json.dumps` takes; `read_metadata` returns it.
 
     Raises:
-        ValueError: If the model holds what the file could not: state outside tensors, tensors without data or of an
-            unusual type, metadata that is not JSON.
+        ValueError: If the file cannot hold the model: it has state outside tensors, tensors without data or of an
+            unusual type, or metadata that is not JSON.
         OSError: If the file cannot be written.
 
     Examples:
@@ -90,7 +90,7 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
     """Gives a fresh model the shape and the weights of a file that `save` wrote.
 
     The layers are resized in place, so the `Parameter` objects, their devices and flags stay. Everything in the file is
-    checked against the model first: either all of it is taken or the model is left as it was.
+    first checked against the model: the model takes all of it, or does not change.
 
     Args:
         path: The file.
@@ -100,8 +100,8 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        FileError: If the file is damaged, not ours, or not of this model.
-        ValueError: If the model itself cannot be loaded into.
+        FileError: If the file is damaged, of another program, or of another model.
+        ValueError: If the model cannot take a file.
         OSError: If the file cannot be read.
         RuntimeError: Inside ``torch.inference_mode()``.
 
@@ -224,7 +224,7 @@ def read_checksum(path: str | os.PathLike[str]) -> str:
     """The checksum that a file of `save` carries, which tells it from every other; `load` compares the content with it.
 
     Raises:
-        FileError: If the file is damaged or not ours.
+        FileError: If the file is damaged or of another program.
     """
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
         return file.checksum
@@ -237,7 +237,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
         What `read_metadata` does.
 
     Raises:
-        FileError: If the file is damaged or not ours.
+        FileError: If the file is damaged or of another program.
         OSError: If it cannot be read.
     """
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
@@ -250,10 +250,10 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         `format` (int), `shapes` (name → tuple), `layers` (name → sizes), `kept_inputs` (layer → list of indices of
-        the original features), `aliases` (name → the name whose tensor it shares) and `metadata` (the caller's).
+        the original features), `aliases` (name → the name whose tensor it shares) and `metadata` (yours).
 
     Raises:
-        FileError: If the file is damaged or not ours.
+        FileError: If the file is damaged or of another program.
         OSError: If it cannot be read.
 
     Examples:

@@ -27,20 +27,20 @@ def quantize_onnx(
 ) -> None:
     """Writes an ONNX file with 8-bit weights and activations. Needs the extra `rlsprune[onnx]`.
 
-    Weights are scaled channel by channel, activations by the range they have on the given batches. Layers that read
-    columns of very different ranges, as those of a table are, stay in floating point: one scale for all would round the
-    small ones to nothing. Accuracy has to be measured afterwards: it changes, mostly by little.
+    Weights are scaled channel by channel, activations by their range on the given batches. Layers that read
+    columns of very different ranges, such as those of a table, stay in floating point: one scale for all would round
+    the small ones to zero. Measure the accuracy afterwards: it changes, mostly by little.
 
     Args:
         source: A file with one input, as `rlsprune.export_onnx` writes it.
         path: The new file.
         batches: A few hundred representative inputs, as tensors, or (inputs, labels) pairs as a data loader gives them.
-        float_outputs: Whether the layers that give the outputs stay in floating point: for numbers whose deviation is
-            small beside their mean, which 8 bits do not tell apart.
+        float_outputs: Whether the output layers stay in floating point, for numbers whose deviation is
+            small beside their mean, which 8 bits cannot distinguish.
 
     Raises:
         ImportError: onnxruntime or onnx is not installed.
-        ValueError: There is no batch, the network has more than one input, or it does not take the batches: another
+        ValueError: There is no batch, the network has more than one input, or the batches do not fit it: another
             shape or dtype, or numbers that are not finite.
         OSError: A file cannot be read or written.
 

@@ -55,7 +55,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class ProfileRatio:
-    """How many times each cost fell: the quotients of two profiles. `str()` is a table with both."""
+    """By what factor each cost fell: the quotients of two profiles. `str()` is a table with both."""
 
     before: Profile
     after: Profile
@@ -123,7 +123,7 @@ def profile(
         model: On any device.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, on the model's device. Its
             batch size is that of the measurement.
-        before: The unpruned model, to be measured in turns with this one, so that other work on the machine slows both
+        before: The unpruned model, measured in turns with this one, so that other work on the machine slows both
             alike; a pair of it and its inputs if it takes others (see `strip_inputs`); or an earlier profile.
         min_seconds: How long to repeat the inference for its latency.
 

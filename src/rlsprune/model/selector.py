@@ -78,9 +78,9 @@ def set_kept_inputs(layer: nn.Linear, kept: Tensor | Sequence[int] | None, width
 
 
 def kept_features(model: nn.Module) -> dict[str, list[int]]:
-    """Which of the original input features a pruned model still reads, by the name of the layer that picks them.
+    """The original input features that a pruned model still reads, by the name of the layer that selects them.
 
-    Empty if it reads all of them.
+    Empty if the model reads all of them.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 2))
@@ -106,10 +106,10 @@ def full_in_features(layer: nn.Linear) -> int:
 
 
 def strip_inputs(model: nn.Module) -> nn.Module:
-    """A deep copy whose layers take only the kept features: the caller picks them, `x[..., kept]`.
+    """A deep copy whose layers take only the kept features: the caller selects them, `x[..., kept]`.
 
-    The copy has none of this package's training hooks. A forward that hard-codes the number of features, such as
-    `x.view(-1, 784)`, has to be adapted.
+    The copy has none of this package's training hooks. Adapt a forward that hard-codes the number of features, such
+    as `x.view(-1, 784)`.
 
     Examples:
         >>> import torch

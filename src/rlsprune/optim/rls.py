@@ -49,17 +49,17 @@ class RLS(Optimizer):
     n inputs costs 1.5·rank·n numbers and two thin products. It is exact until C is full; from then on C keeps its
     strongest directions. ``rank=None`` keeps P whole, n×n, as in the paper.
 
-    All other parameters (batch norm, embeddings, …) are trained by momentum SGD in the last parameter group, so one
-    optimizer trains any network. There is one parameter group per preconditioned layer, with the layer's ``"name"``,
-    so that the paper's η^l is that group's ``"lr"``.
+    Momentum SGD trains all other parameters (batch norm, embeddings, …) in the last parameter group, so one
+    optimizer trains any network. Each preconditioned layer has its own parameter group, with the layer's ``"name"``;
+    the paper's η^l is that group's ``"lr"``.
 
-    What happens in the less usual cases:
+    Less usual cases:
 
     - A layer called several times, and modules that share all their parameters, are one layer whose mean input is the
-      mean over all calls. Modules that share only some of their parameters are left to momentum SGD, with a warning.
-    - A layer that got no gradient keeps its weights, velocity and P. A frozen layer costs nothing until it is unfrozen;
+      mean over all calls. Momentum SGD trains modules that share only some of their parameters, with a warning.
+    - A layer without a gradient keeps its weights, velocity and P. A frozen layer costs nothing until it is unfrozen;
       a frozen bias (or weight) of a trained layer counts as having a zero gradient.
-    - Several backward passes before a step (gradient accumulation): the mean input is averaged over them by rows.
+    - With several backward passes before a step (gradient accumulation), the mean input is averaged over them by rows.
 
     Examples:
         >>> import torch, rlsprune
@@ -91,22 +91,22 @@ class RLS(Optimizer):
         """Registers one forward hook per layer; see the class for what each setting does.
 
         Args:
-            model: The module to train, or a DistributedDataParallel or compiled wrapper of it. All its parameters are
-                taken.
-            lr: η, the gradient scaling factor of every preconditioned layer. With batch norm start at 0.1: it takes
-                the mean of the inputs out, which is what P would have damped, and η is a rate of plain SGD there.
+            model: The module to train, or a DistributedDataParallel or compiled wrapper of it. RLS trains all its
+                parameters.
+            lr: η, the gradient scaling factor of every preconditioned layer. With batch norm start at 0.1: it removes
+                the mean of the inputs, which P would have damped, and η is a rate of plain SGD there.
             momentum: α in [0, 1), also of the momentum SGD for the other parameters.
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
             mean_scale: k > 0, the weight of a batch's mean input in P.
             p0: P starts at p0·I. With 1, η is an ordinary learning rate.
-            rank: How many directions of the mean inputs P keeps apart. Layers with at most 3·rank inputs keep P whole,
-                which is smaller. None: all do.
+            rank: How many directions of the mean inputs P distinguishes. Layers with at most 3·rank inputs keep P
+                whole, which is smaller. None: all layers do.
             weight_decay: Decoupled: ``W ← (1 − η·decay)·W`` before the step.
-            fallback_lr: Learning rate of the momentum SGD for every other parameter.
-            dtype: Of P; None for float32, or the weight's if wider. Never half.
+            fallback_lr: The learning rate of the momentum SGD for every other parameter.
+            dtype: The dtype of P; None for float32, or the weight's if wider. Never half.
             on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite, or
                 whose input is too large for the dtype of P. Either way nothing has changed. On an accelerator a later
-                step tells, since looking at once would make the host wait; :meth:`report_faults` waits and tells.
+                step reports it, because looking at once would make the host wait; :meth:`report_faults` waits.
             process_group: The processes that train this model together, each with its share of every batch; None for
                 those of the DistributedDataParallel wrapper, or all, if ``torch.distributed`` is initialised. Their
                 mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.
@@ -154,7 +154,7 @@ class RLS(Optimizer):
     # --- the usual contract -------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group trained by momentum SGD (at ``fallback_lr`` unless it says otherwise)."""
+        """Adds a group that momentum SGD trains (at ``fallback_lr`` unless the group has its own ``"lr"``)."""
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f'the group is {shown(param_group)}: give a dict with "params"')
         if not param_group.setdefault("preconditioned", False):
@@ -172,9 +172,9 @@ class RLS(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step for every parameter that has a gradient: all of them, or none if a fault is found.
+        """Updates every parameter that has a gradient; none if there is a fault.
 
-        Ctrl-C in the middle of it is raised when the step is done.
+        Ctrl-C in the middle of a step is raised when the step is done.
 
         Raises:
             FloatingPointError: Input, gradient or P of a layer is not finite, with ``on_fault="raise"``.
@@ -198,10 +198,10 @@ class RLS(Optimizer):
     def report_faults(self) -> None:
         """Waits for the steps taken so far, and raises or warns if one of them was not finite.
 
-        On the CPU every step tells by itself. On an accelerator a later one does, when the news has arrived.
+        On the CPU every step reports its own faults. On an accelerator a later step does.
 
         Raises:
-            FloatingPointError: One was not, with ``on_fault="raise"``.
+            FloatingPointError: A step was not finite, with ``on_fault="raise"``.
         """
         self._faults.report(wait=True)
 
@@ -235,10 +235,10 @@ class RLS(Optimizer):
     def inverse(self, name: str) -> Tensor:
         """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution.
 
-        Made from its factors for this call, if it is kept in factors; else, until the next step, the matrix itself.
+        A P in factors is made whole for this call; a whole P is returned itself, and the next step changes it.
 
         Raises:
-            RuntimeError: The layer was not trained yet.
+            RuntimeError: No step has trained the layer yet.
         """
         form = self.form(self._layers(name)[0]["params"][0])
         if form is None:

@@ -29,7 +29,7 @@ class Measures(NamedTuple):
 
 @dataclass(frozen=True)
 class PruneEvent:
-    """One event: what went, and what the network costs before and after. ``print(event)`` shows a table.
+    """One event: the removed channels, and the network's cost before and after. ``print(event)`` shows a table.
 
     Examples:
         >>> import torch, rlsprune

@@ -34,13 +34,13 @@ from rlsprune.prune.surgery import LiveNetwork
 class Pruner:
     """Prunes a network a little whenever its loss has recovered from the last prune.
 
-    Call `step` once per epoch with a loss: the epoch's mean training loss, the last minibatch's (the paper to the
-    letter), or better a held-out one. The first ``warmup_epochs`` calls never prune; from then on a call prunes if the
-    loss is below the least at any prune so far. Parameters stay the same objects, smaller, and the optimizer's state is
-    cut with them, so schedulers, parameter groups and hooks stay valid.
+    Call `step` once per epoch with a loss: the epoch's mean training loss, the last minibatch's (as in the
+    paper), or better a held-out one. The first ``warmup_epochs`` calls never prune; after that a call prunes if the
+    loss is back at the lowest loss at any prune so far. Parameters stay the same objects and get smaller, and the
+    optimizer's state is cut with them, so schedulers, parameter groups and hooks stay valid.
 
-    An event happens whole or not at all: an error or Ctrl-C in the middle of it leaves network, optimizer, gate and
-    history as they were. ``on_prune`` is called once the event is in the history: an error that it raises undoes
+    An event happens completely or not at all: an error or Ctrl-C in the middle of it leaves network, optimizer, gate
+    and history unchanged. ``on_prune`` is called when the event is in the history; an error in it undoes
     nothing.
 
     Examples:
@@ -78,44 +78,44 @@ class Pruner:
         on_prune: Callable[[PruneEvent], object] | None = None,
         held_out_loss: HeldOutLoss | None = None,
     ) -> None:
-        """Finds the network's prunable channels and proves on the example that they can go.
+        """Finds the network's prunable channels and checks on the example that they can go.
 
         Args:
             model: The network itself, or its DistributedDataParallel wrapper, which is then rebuilt at each prune.
-                Every rank makes the same pruner and calls it alike.
-            optimizer: Any ``torch.optim`` optimizer of its parameters (not LBFGS).
-            example_inputs: What the network is called with: a tensor, a tuple of arguments or a dict of them.
+                Every rank makes the same pruner and makes the same calls.
+            optimizer: The ``torch.optim`` optimizer of its parameters; any but LBFGS.
+            example_inputs: Inputs of the network: a tensor, a tuple of arguments or a dict of them.
             ratio: ξ in (0, 1), the share of a layer's channels considered at each event; or a mapping from layer names
-                (``"input"`` for the input features) to ratios, where layers not named are left alone. In a network with
-                batch norms an event saves as much, but takes it where it costs least.
+                (``"input"`` for the input features) to ratios, which prunes only the named layers. In a network with
+                batch norms an event saves as much, but where that costs least.
             input_ratio: The same for flat input features; None for ξ/2. Image channels are never pruned.
             warmup_epochs: q, the calls of `step` that never prune.
             criterion: ``"obs"`` (least error after the refit), ``"rls"`` (the paper's scores), ``"rls-paper"`` (the
                 same, but a channel goes if any of its nodes behind a flatten is chosen), ``"l1"``, or a callable from a
                 `rlsprune.Group` to score vectors, low goes first.
-            compensate: Refit the layers that read what goes; in a network with batch norms, all layers behind them, to
-                the network before the event.
+            compensate: Refit the layers that read removed channels; in a network with batch norms, all layers behind
+                them, to the network before the event.
             inverse: What happens to the optimizer's P of layers that lose inputs: ``"schur"`` (it becomes that of the
-                inputs that stay), ``"slice"`` (it loses their rows and columns, as in the paper) or ``"reset"`` (it
+                remaining inputs), ``"slice"`` (it loses their rows and columns, as in the paper) or ``"reset"`` (it
                 starts again at p0·I, so that the layer learns as fast as at first).
-            statistics: Which P scores and refits: ``"exact"`` (of the inputs themselves, sampled while training) or
+            statistics: Which P scores and refits use: ``"exact"`` (of the inputs themselves, sampled while training) or
                 ``"training"`` (the optimizer's own, RLS only, layer by layer in every network).
             ignore: Names of layers that keep all their channels.
-            min_channels: What every layer keeps at least.
-            round_to: Layers keep a multiple of this many channels, where they lose any. None: 1, or with a target of
-                latency what is measured to cost no time, and less where that lets nothing go.
-            target: Stop at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
-                ``{"latency": 0.5}``. The last event removes no more than it takes to get there. ``{"inputs": 5}`` keeps
-                five flat input features (a float: that fraction of them) and prunes nothing else; with one of the
-                others, both are reached.
-            tolerance: How much above the least loss at any prune so far counts as recovered, as a share of it.
+            min_channels: How many channels every layer keeps at least.
+            round_to: Layers that lose channels keep a multiple of this many. None: 1, or with a target of latency the
+                multiple that is measured to cost no time, and less where that lets nothing go.
+            target: Pruning stops at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
+                ``{"latency": 0.5}``. The last event removes no more than necessary. ``{"inputs": 5}`` keeps
+                five flat input features (a float: that fraction of them) and prunes nothing else; together with one of
+                the others, pruning ends when both are reached.
+            tolerance: A loss up to this share above the lowest loss at any prune so far counts as recovered.
             patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
             on_prune: Called with the event after each prune and each roll-back.
             held_out_loss: A function without arguments that returns the model's loss on held-out data. With it an
-                event saves as many parameters and FLOPs as ``ratio`` of every layer would, but takes the channels
-                where they cost this loss least: each layer is cut on trial. An event that would raise the loss by more
-                than a quarter is made smaller. Called up to three times for each layer, and up to seven times more, at
-                every event and preview, with the model in evaluation mode and without gradients.
+                event saves as many parameters and FLOPs as ``ratio`` of every layer would, but removes the channels
+                that raise this loss least: it cuts each layer on trial. An event that would raise the loss by more
+                than a quarter becomes smaller. Every event and preview calls it up to three times for each layer, and
+                up to seven times more, with the model in evaluation mode and without gradients.
         """
         check_kinds(model, optimizer)
         check_callable("on_prune", on_prune)
@@ -196,11 +196,11 @@ class Pruner:
     # --- what a training loop calls -----------------------------------------------------------------------------------
 
     def step(self, loss: float | Tensor) -> PruneEvent | None:
-        """Once per epoch: prunes if the loss has recovered. Returns the event if it did.
+        """Prunes if the loss has recovered; call it once per epoch. Returns the event, or None.
 
         Args:
-            loss: The loss to compare with those at earlier prunes; which one is up to the caller. Of several ranks,
-                each gives that of its share, and the mean counts.
+            loss: The loss to compare with those at earlier prunes; the caller chooses which one. On several ranks,
+                each passes the loss of its share, and the mean counts.
         """
         loss = self._network.mean(one_number("loss", loss))
         state, event = self._state.copy(), None
@@ -226,9 +226,9 @@ class Pruner:
         return event if prunes else None
 
     def prune(self) -> PruneEvent | None:
-        """Prunes now, whatever the loss. Returns the event, or None (with a warning) if nothing was chosen.
+        """Prunes now, at any loss. Returns the event, or None (with a warning) if it chooses nothing.
 
-        Between the first call of `step` and the end of the warm-up no exact statistics are gathered: `calibrate` first.
+        No exact statistics are gathered between the first call of `step` and the end of the warm-up: `calibrate` first.
         """
         with uninterrupted():
             event = self._prune(self._state.copy(), None)
@@ -242,7 +242,7 @@ class Pruner:
             return self._operation.run(self._state.gate.epoch, None, self.held_out_loss, preview=True)
 
     def calibrate(self, batches: Iterable[Any]) -> None:
-        """Gathers exact input statistics from given batches, when no training step has been seen yet.
+        """Gathers exact input statistics from given batches, for a pruner that has seen no training step yet.
 
         Args:
             batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
@@ -250,12 +250,12 @@ class Pruner:
         self._operation.evidence.calibrate(batches)
 
     def stop(self) -> None:
-        """Ends pruning: no more events from now on. Further steps still tell whether the network has recovered."""
+        """Ends pruning: no more events from now on. Later steps still record whether the network has recovered."""
         self._state.done = True
         self._restart_statistics()
 
     def finish(self) -> PruneEvent | None:
-        """Ends pruning. If the network has not recovered from the last prune, it goes back to the last one that had.
+        """Ends pruning, and undoes the last prune if the network has not recovered from it.
 
         Warns if nothing was ever pruned, and says why.
 
@@ -271,10 +271,10 @@ class Pruner:
         return event
 
     def follow(self, copy: nn.Module) -> None:
-        """Keeps a copy of the model (a moving average of it, say) in the same shape from now on.
+        """Cuts a copy of the model, such as a moving average, together with the model from now on.
 
         Raises:
-            ValueError: It is no copy of the model, or would average the indices of the input features that are kept, as
+            ValueError: It is no copy of the model, or would average the indices of the kept input features as
                 if they were numbers.
             RuntimeError: The model has been pruned, and could be rolled back to a shape that this copy never had.
         """
@@ -303,7 +303,7 @@ class Pruner:
 
     @property
     def target_reached(self) -> bool:
-        """Whether the network is as small as ``target`` asks for; never without one."""
+        """Whether the network is as small as ``target`` asks for; False without a target."""
         return self._operation.reached()
 
     def close(self) -> None:
@@ -320,12 +320,12 @@ class Pruner:
 
     @property
     def gate_level(self) -> float:
-        """What the loss has to get below for the next prune; ∞ before the first."""
+        """The loss must fall below this for the next prune; ∞ before the first."""
         return self._state.gate.level
 
     @property
     def skipped(self) -> dict[str, str]:
-        """What is left alone, and why."""
+        """The modules that cannot be pruned, and why."""
         return self._network.graph.skipped
 
     @property
@@ -339,9 +339,9 @@ class Pruner:
 
     @property
     def input_ranking(self) -> Tensor | dict[str, Tensor]:
-        """1 for input features that the network still uses, 2 for those that went last, and so on to the first.
+        """1 for input features that the network still uses, 2 for those removed last, and so on to the first.
 
-        Those that were gone when the pruner was made come last.
+        Features that were removed before the pruner was made come last.
 
         By name, if the network has several inputs whose features can be pruned.
         """
@@ -364,8 +364,8 @@ class Pruner:
         """Continues where another pruner stopped. Load the model first, then the optimizer, then the pruner.
 
         Raises:
-            ValueError: The state is no pruner's, or of another network, or of other copies of it. Nothing has changed
-                then.
+            ValueError: The state is not that of a pruner, or belongs to another network or other copies of it. Nothing
+                has changed then.
         """
         with readable_state("Pruner"), self._network.traced_again():
             loaded, original = self._state.loaded(state, self._network), {**state["original"]}

@@ -22,7 +22,7 @@ Score = Callable[[nn.Module], float]
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A network on the way from the given one to the smallest.
+    """The size, cost and score of a network between the given one and the smallest.
 
     Examples:
         >>> import torch, rlsprune
@@ -50,7 +50,7 @@ class FrontPoint:
 
 @dataclass(frozen=True, eq=False)
 class Shrunk:
-    """What `shrink` gives back. ``print`` shows every size that was tried.
+    """The result of `shrink`. ``print`` shows every size that was tried.
 
     Examples:
         >>> import torch, rlsprune

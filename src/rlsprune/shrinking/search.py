@@ -57,53 +57,54 @@ def shrink(
     on_progress: Progress | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Shrunk:
-    """Makes a trained network as small as the target or the allowed drop lets it be.
+    """Makes a trained network as small as the target or the allowed drop permits.
 
-    Without recovery epochs it does so at once and in closed form, from inputs alone: channels go where that changes
-    what the layers say least, and every layer is refitted, in order, to what the given network says. With recovery
-    epochs it does the same in rounds, each taking ``ratio`` of what is left, and trains after each round, at a rate
+    Without recovery epochs it works at once and in closed form, from inputs alone: it removes the channels that change
+    the layers' outputs least, and refits every layer, in order, to the given network's outputs. With recovery
+    epochs it works in rounds. Each round removes ``ratio`` of what is left and then trains, at a rate
     that falls to zero, until the score is back or the epochs are used up.
 
     Args:
-        model: Trained by anyone, with any optimizer. It is changed in place.
-        batches: To be gone through many times, as a list or a ``DataLoader`` is. Each is a tensor of inputs, a pair
+        model: A network trained by anyone, with any optimizer. It is changed in place.
+        batches: A list or a ``DataLoader``, which is iterated several times. Each batch is a tensor of inputs, a pair
             ``(inputs, targets)``, or a dict of keyword arguments whose ``labels``, if there are any, are the targets.
             Inputs may be a tensor, a tuple of arguments or a dict of them; several inputs without targets come as a
-            dict or as ``((one, other), None)``. Shuffled, unless it is a list: the first ``calibration`` inputs count.
-        target: End at this fraction of the given network: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
-            ``{"latency": 0.5}``. With ``max_drop``, a name alone says what is to be made small: ``"params"``,
+            dict or as ``((one, other), None)``. Let a ``DataLoader`` shuffle: its first ``calibration`` inputs count.
+        target: The fraction of the given network to end at: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
+            ``{"latency": 0.5}``. With ``max_drop``, a name alone says what to make small: ``"params"``,
             ``"flops"`` (as None does) or ``"latency"``.
-        max_drop: The score may fall by so much, in its own unit: the smallest network within that is given back. With
-            fractions as target as well, none smaller than these.
-        valid: Batches that the score is measured on; None for those that the layers are refitted on.
-        loss: Of recovery, from outputs and targets. None: without targets, how far the outputs are from the given
-            network's (Kullback-Leibler divergence of class scores, else the squared difference over the variance); with
-            class labels, the mean of that and cross-entropy; with other targets, the mean squared error. A network that
-            takes a dict's ``labels`` and has another ``loss`` for them, as causal language models do: that one.
-        score: From a network to a number, higher is better; it leaves the network as it is. None: accuracy in percent
-            for class labels; without targets the percentage of inputs whose class is the given network's, if its
-            outputs look like class scores; else, and where the network has a loss of its own, minus the loss.
-        recovery_epochs: At most, after each round; 0 for no training at all.
-        optimizer: Makes the one that recovers, anew for each round; None for ``RLS(model, lr=0.1)``.
-        ratio: With recovery, the share of the targeted cost that goes in a round.
+        max_drop: How much the score may fall, in its own unit; the result is the smallest network within that. With
+            fractions as target, it is never smaller than these.
+        valid: Batches to measure the score on; None for those that the layers are refitted on.
+        loss: The loss of recovery, from outputs and targets. None: without targets, the distance of the outputs
+            from the given network's (Kullback-Leibler divergence of class scores, else the squared difference over the
+            variance); with class labels, four fifths of that and a fifth of the cross-entropy; with other targets, the
+            mean squared error; and the network's own ``loss`` if it returns another one for a dict's ``labels``, as
+            causal language models do.
+        score: A function from a network to a number, higher is better; it must not change the network. None: accuracy
+            in percent for class labels; without targets, the percentage of inputs whose class is the given network's,
+            if its outputs look like class scores; else, and where the network has its own loss, minus the loss.
+        recovery_epochs: At most so many epochs of training after each round; 0 for no training.
+        optimizer: A function from the network to the optimizer of a round; None for ``RLS(model, lr=0.1)``.
+        ratio: With recovery, the share of the targeted cost that a round removes.
         ignore: Names of layers that keep all their channels.
-        min_channels: What every layer keeps at least.
-        round_to: Layers keep a multiple of this many channels. None: 1, or what is measured to cost no time if latency
-            is to be made small.
-        calibration: Inputs that channels are chosen and layers refitted on.
-        on_point: Called with each point and the network as it is there.
-        on_progress: Called with what is being done, as in ``("refitting: layer1.0.conv1", 3, 21)`` or
+        min_channels: How many channels every layer keeps at least.
+        round_to: Layers keep a multiple of this many channels. None: 1, or with a target of latency the multiple that
+            is measured to cost no time.
+        calibration: How many inputs choose the channels and refit the layers.
+        on_point: Called with each point and the network at that point.
+        on_progress: Called with the current stage, as in ``("refitting: layer1.0.conv1", 3, 21)`` or
             ``("round 2, recovery epoch 1 of 2", 57, 469)``. None: a line on the terminal, if there is one.
         process_group: The processes that shrink the network together: all of them call this, each with its own share of
-            ``batches`` and ``valid``, and all get the same network. None: the wrapper's in which the model is, else
+            ``batches`` and ``valid``, and all get the same network. None: that of the model's wrapper, else
             the default group, if there is one.
 
     Returns:
-        The network and the front. With ``max_drop`` it is the smallest within it, else the last.
+        The network and the front. With ``max_drop`` the network is the smallest within it, else the last.
 
     Raises:
-        ValueError: Neither target nor max_drop is given, or there is no batch, or an iterator that ends after one use,
-            or the score cannot tell the network from one that always says the same.
+        ValueError: Neither target nor max_drop is given, there is no batch, batches is an iterator that ends after one
+            use, or the score cannot distinguish the network from one with constant outputs.
         FloatingPointError: Recovery diverged. The network is then the last good one.
 
     Examples:

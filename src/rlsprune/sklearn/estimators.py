@@ -63,7 +63,7 @@ class _PrunedNetwork(BaseEstimator):
             hidden_layer_sizes: Widths of the hidden layers before pruning.
             target: Pruning ends at this share of the parameters. None prunes input features only, and only if
                 `n_features` is given.
-            n_features: How many input features to keep, as a count or a share, whatever that costs; None leaves it to
+            n_features: How many input features to keep, as a count or a share, at any cost; None leaves it to
                 the loss.
             epochs: Training epochs in all.
             ratio: ξ, the largest share of a layer that one event removes.
@@ -174,13 +174,13 @@ class _PrunedNetwork(BaseEstimator):
 
 
 class PrunedClassifier(ClassifierMixin, _PrunedNetwork):
-    """A fully-connected network that gets smaller while it learns classes.
+    """A fully-connected classifier that gets smaller while it learns.
 
     Attributes:
         classes_: The class labels.
         model_: The small network, in float64. It maps unscaled rows to a score for each class.
-        support_: Which input features it reads.
-        n_parameters_: How many parameters it has left.
+        support_: A mask of the input features that it reads.
+        n_parameters_: The number of its parameters.
 
     Examples:
         >>> from sklearn.datasets import load_wine
@@ -201,7 +201,7 @@ class PrunedClassifier(ClassifierMixin, _PrunedNetwork):
         return self
 
     def decision_function(self, X: Any) -> FloatArray:
-        """A score for each class; of two classes, how far the second is ahead."""
+        """A score for each class; with two classes, the lead of the second."""
         outputs = self._outputs(X)
         return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
 
@@ -211,19 +211,19 @@ class PrunedClassifier(ClassifierMixin, _PrunedNetwork):
         return probabilities
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
-        """The likeliest class of each row."""
+        """The most likely class of each row."""
         numbers = self._outputs(X).argmax(1)
         chosen: npt.NDArray[Any] = self.classes_[numbers]
         return chosen
 
 
 class PrunedRegressor(RegressorMixin, _PrunedNetwork):
-    """A fully-connected network that gets smaller while it learns a number.
+    """A fully-connected regressor that gets smaller while it learns.
 
     Attributes:
         model_: The small network, in float64. It maps unscaled rows to the number.
-        support_: Which input features it reads.
-        n_parameters_: How many parameters it has left.
+        support_: A mask of the input features that it reads.
+        n_parameters_: The number of its parameters.
 
     Examples:
         >>> from sklearn.datasets import load_wine

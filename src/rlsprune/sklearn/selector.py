@@ -37,10 +37,10 @@ _FEW_CLASSES = 20  # so many different whole numbers are always taken for classe
 
 
 class FeatureSelector(SelectorMixin, BaseEstimator):
-    """Selects the features that small networks need, and drops the ones that held-out rows miss least.
+    """Selects the features that small networks need.
 
     Trains a small network on each of several folds. Removes the feature whose removal costs the held-out rows of all
-    folds least, after a refit that lets the other features stand in for it. Trains the networks for a few more epochs,
+    folds least, after a refit of the other features. Trains the networks for a few more epochs,
     and repeats until one feature is left. ``"auto"`` keeps the fewest features whose held-out loss is within one
     standard error of the best.
 
@@ -102,7 +102,7 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Ranks the features of a table ``(rows, features)`` by what they tell of a target ``(rows,)``."""
+        """Ranks the features of a table ``(rows, features)`` by how much a target ``(rows,)`` needs them."""
         check_argument("folds", self.folds, self.folds >= 2, "at least 2")
         check_argument("step", self.step, 0 < self.step < 1, "in (0, 1)")
         kinds = ("auto", "classification", "regression")

@@ -67,11 +67,11 @@ class InputStatistics:
             kind: ``"exact"``: the inverse autocorrelation of the inputs themselves, from a bounded sample of the most
                 recent rows (convolutions: patches), slightly damped. ``"training"``: the P that `rlsprune.RLS` would
                 have, from the mean input of every batch.
-            mean_scale: The paper's k, of kind ``"training"``.
-            p0: P starts at p0·I, of kind ``"training"``.
-            damping: Of kind ``"exact"``: added to the autocorrelation's diagonal, as a share of its mean.
-            ranks: Of kind ``"exact"``: the processes that each see a share of every batch. The sample is then of all of
-                them, and they have to ask for it together.
+            mean_scale: The paper's k, for kind ``"training"``.
+            p0: P starts at p0·I, for kind ``"training"``.
+            damping: Added to the autocorrelation's diagonal, as a share of its mean, for kind ``"exact"``.
+            ranks: Of kind ``"exact"``: the processes that each see a share of every batch. The sample then covers
+                all of them, and they must ask for it together.
         """
         check_argument("kind", kind, lambda name: name in ("exact", "training"), "'exact' or 'training'")
         for name, value in {"mean_scale": mean_scale, "p0": p0}.items():
@@ -110,13 +110,13 @@ class InputStatistics:
         return self._collectors[name].inverses(name)
 
     def clear(self, seed: int = 0) -> None:
-        """Forgets everything seen; what is sampled from here on depends on the seed and the inputs alone."""
+        """Forgets everything seen; later samples depend only on the seed and the inputs."""
         for collector in self._collectors.values():
             collector.clear(seed)
 
     @contextmanager
     def everything(self) -> Iterator[None]:
-        """Within it, evaluation forwards and forwards without gradients count too."""
+        """A context in which evaluation forwards and forwards without gradients count, too."""
         before, self._everything = self._everything, True
         try:
             yield
@@ -124,7 +124,7 @@ class InputStatistics:
             self._everything = before
 
     def watches(self, module: nn.Module, compiled: bool = False) -> bool:
-        """Whether a forward of the module counts now; of compiled code, only forwards with gradients are told of."""
+        """Whether a forward of the module counts now. In compiled code only forwards with gradients count."""
         return self._everything or (self.active and module.training and (compiled or torch.is_grad_enabled()))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from rlsprune.model.arguments import printable
 
 __all__ = ["ABOUT", "main"]
 
-ABOUT = "Train a network and make it smaller in the same run, by recursive least squares."
+ABOUT = "Make PyTorch networks smaller, while they train or after they are trained."
 
 FAILED = 1  # anything else: the disk, the network, a bug
 USAGE = 2  # options, settings, files or an installation that do not fit
