@@ -60,7 +60,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-@pytest.mark.parametrize(("arguments", "said"), [(["--version"], rlsprune.__version__), (["--help"], "by recursive")])
+@pytest.mark.parametrize(("arguments", "said"), [(["--version"], rlsprune.__version__), (["--help"], "smaller")])
 def test_help_and_version_answer_without_the_extra(missing: str, arguments: list[str], said: str) -> None:
     result = python(
         f"import sys; sys.modules[{missing!r}] = None; from rlsprune.app.cli.main import main; "
