@@ -3,8 +3,9 @@
 Prints ratios to the SGD step of the same round: the optimizers take turns, so that a machine that is busy for a while
 is busy for all of them. Needs the extra ``benchmarks``.
 
-    python -m benchmarks.speed.step_cost                    # both networks, one thread and all threads
+    python -m benchmarks.speed.step_cost                    # FNN and mini-VGG, one thread and all threads
     python -m benchmarks.speed.step_cost --network fnn --threads 1 --rounds 30
+    python -m benchmarks.speed.step_cost --network wide --threads 1  # VGG-16's 25,088 × 4,096 layer; takes 5 GB
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ import rlsprune
 from benchmarks.common import CLASSES, Contender, clock, contenders, state_bytes, train_step
 from benchmarks.networks import mini_vgg
 from rlsprune.app.config.losses import mean_squared_error
-from rlsprune.app.models import FNN
+from rlsprune.app.models import FNN, ResNet
 
-BATCH = 128
 MIB = 2**20
 
 
@@ -40,20 +40,35 @@ class Case:
     rounds: int
     block: int
     """Consecutive steps of one optimizer in a round. Ten hold one refresh of SOAP and singd, and warm the caches."""
+    batch: int = 128
+    only: tuple[str, ...] | None = None
+    """The optimizers that can be measured on it, beside SGD; None for all."""
+
+
+def resnet20() -> nn.Sequential:
+    """ResNet-20, with weights as its images are."""
+    return ResNet(20).to(memory_format=torch.channels_last)
+
+
+def wide_layer() -> nn.Sequential:
+    """The first fully-connected layer of VGG-16, in the place of a network; P whole would take 2.5 GB and minutes."""
+    return nn.Sequential(nn.Linear(25_088, 4_096))
 
 
 CASES = {
     "fnn": Case("FNN 784-1024-512-10", FNN, (784,), rounds=15, block=10),
     "vgg": Case("mini-VGG, channels_last", mini_vgg, (3, 32, 32), rounds=10, block=1),
+    "resnet": Case("ResNet-20, channels_last", resnet20, (3, 32, 32), rounds=6, block=1),
+    "wide": Case("25,088 × 4,096", wide_layer, (25_088,), rounds=6, block=1, batch=256, only=("RLS",)),
 }
 
 
 def batch_for(case: Case) -> tuple[Tensor, Tensor]:
     """A batch of noise: the cost of a step does not depend on the values."""
-    images = torch.rand(BATCH, *case.shape)
+    images = torch.rand(case.batch, *case.shape)
     if len(case.shape) == 3:
         images = images.to(memory_format=torch.channels_last)
-    return images, torch.randint(CLASSES, (BATCH,))
+    return images, torch.randint(CLASSES, (case.batch,))
 
 
 def compare(case: Case, entrants: list[Contender], rounds: int) -> None:
@@ -75,7 +90,7 @@ def compare(case: Case, entrants: list[Contender], rounds: int) -> None:
         # What Python has to clean up is charged to nobody.
         gc.collect()
     reference = seconds[entrants[0].name]
-    print(f"\n{case.title}, batch {BATCH}, {threads()}, {rounds} rounds of {case.block} steps")
+    print(f"\n{case.title}, batch {case.batch}, {threads()}, {rounds} rounds of {case.block} steps")
     print(f"SGD step: {1e3 * statistics.median(reference):.1f} ms")
     print(f"| {'optimizer':<15} | step, median | step, mean | quartiles | state MiB | state / weights |")
     print(f"|{'-' * 17}|---:|---:|---|---:|---:|")
@@ -126,7 +141,7 @@ def threads() -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", choices=CASES, help="default: all")
+    parser.add_argument("--network", choices=CASES, help="default: fnn and vgg")
     parser.add_argument("--threads", choices=("1", "all", "both"), default="both")
     parser.add_argument("--rounds", type=int, help="default: 15 for the FNN, 10 for the VGG")
     parser.add_argument("--only", help="comma-separated beginnings of optimizer names, beside SGD")
@@ -137,11 +152,12 @@ def main() -> None:
         wanted = tuple(args.only.lower().split(","))
         entrants = entrants[:1] + [c for c in entrants[1:] if c.name.lower().startswith(wanted)]
     counts = {"1": [1], "all": [os.cpu_count() or 1], "both": [1, os.cpu_count() or 1]}[args.threads]
-    for case in [CASES[args.network]] if args.network else CASES.values():
+    for case in [CASES[name] for name in ([args.network] if args.network else ("fnn", "vgg"))]:
         for count in dict.fromkeys(counts):
             torch.set_num_threads(count)
             rounds = args.rounds or case.rounds
-            compare(case, entrants, rounds)
+            able = [c for c in entrants[1:] if case.only is None or c.name in case.only]
+            compare(case, [entrants[0], *able], rounds)
             breakdown(case, steps=max(3, rounds * case.block // 3))
 
 

@@ -128,10 +128,10 @@ def renumbered(member: Member, stay: Mapping[Axis, Tensor]) -> Member:
     if member.axis not in stay:
         return member
     kept = stay[member.axis]
-    left = kept[member.index]
-    units = left.any(1)
-    index = (kept.cumsum(0) - 1)[member.index[left]].view(int(units.sum()), -1)
-    return replace(member, index=index)
+    left, places = kept[member.index], kept.cumsum(0) - 1
+    if bool(left.all()):  # as nearly always, and in half the time
+        return replace(member, index=places[member.index])
+    return replace(member, index=places[member.index[left]].view(int(left.any(1).sum()), -1))
 
 
 def _left(member: Member, stay: Mapping[Axis, Tensor]) -> tuple[int, int]:

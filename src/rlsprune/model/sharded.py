@@ -5,7 +5,7 @@ The only place that knows how ``fully_shard`` keeps its books.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def obstacle(model: nn.Module) -> str | None:
         placements = parameter.placements if is_sharded(parameter) else ()  # type: ignore[attr-defined]
         if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
             return f"fully_shard has divided {name!r} along another dimension than its outputs"
-    for books in _books(model):
+    for books in _books(sharded_modules(model)):
         if books.is_dtensor:
             return f"{books} is divided by tensor parallelism too"
     return None
@@ -48,9 +48,10 @@ def settle(model: nn.Module) -> None:
 
     Parameters that a forward has gathered are given back first. Nothing is communicated.
     """
-    for module in sharded_modules(model):
+    modules = sharded_modules(model)
+    for module in modules:
         module.reshard()
-    for books in _books(model):
+    for books in _books(modules):
         parameter, dim = books.sharded_param, books.fsdp_placement.dim
         if parameter.shape != books._orig_size:
             own = local(parameter)
@@ -69,9 +70,9 @@ def settle(model: nn.Module) -> None:
         books.reset_sharded_param()
 
 
-def _books(model: nn.Module) -> Iterator[Any]:
-    """What ``fully_shard`` keeps of each parameter."""
-    for module in sharded_modules(model):
+def _books(modules: Iterable[Any]) -> Iterator[Any]:
+    """What ``fully_shard`` keeps of each parameter of the modules that it was called on."""
+    for module in modules:
         state = module._get_fsdp_state()
         # One group a module until torch 2.10 or so, several since.
         groups = getattr(state, "_fsdp_param_groups", None)

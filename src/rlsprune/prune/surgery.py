@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -56,7 +56,7 @@ class LiveNetwork:
         self._example_inputs, self._ignore = example_inputs, module_names(ignore)
         self._graph: ChannelGraph | None = self._find_graph()
         self._parameters = dict(self.model.named_parameters())
-        self._shapes = self._present_shapes()
+        self._shapes = _shapes(self._parameters)
 
     @property
     def graph(self) -> ChannelGraph:
@@ -93,7 +93,7 @@ class LiveNetwork:
                     f"{name!r} was replaced by another parameter, which the optimizer does not train: make a new "
                     "optimizer, and a new Pruner for both"
                 )
-        present = self._present_shapes()
+        present = _shapes(own)
         for name in {**self._shapes, **present}:
             if present.get(name) != self._shapes.get(name):
                 raise RuntimeError(
@@ -102,7 +102,7 @@ class LiveNetwork:
                 )
 
     def _present_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        return _shapes(dict(self.model.named_parameters()))
 
     def trace_again(self) -> None:
         """Forgets what is known of the channels: the network may have got another shape."""
@@ -241,6 +241,10 @@ def apply_cuts(
         changes += _changes(inner(network), cuts, optimizer, what)
     for change in changes:
         change()
+
+
+def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
 def inner(copy: nn.Module) -> nn.Module:
