@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from rlsprune.graph.fields import Labelled, compact, merged, placed, tidy, varying
@@ -45,6 +46,8 @@ def follow_recurrent(
     if "out" not in sides(module):
         return []
     states = slots.numbers((name, "out", None))
+    if isinstance(args[0], PackedSequence):
+        slots.keep(states, f"{name} makes packed sequences, which are not followed")
     ways = states.view(2 if module.bidirectional else 1, -1).repeat(module.num_layers, 1)
 
     def of_state(state: Tensor) -> Tensor:
