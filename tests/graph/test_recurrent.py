@@ -96,7 +96,7 @@ FIXED = torch.randn(1, 3, 8)
             ),
             {},
             "cell",
-            "which is not understood",
+            "cell makes packed sequences, which are not followed",
         ),
         (
             lambda self, x: self.cell(self.embed(x))[0],
