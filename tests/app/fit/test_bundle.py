@@ -125,6 +125,10 @@ def test_predict_takes_what_training_took_and_tells_the_rest_in_a_line(
         assert told.out == ""
         assert told.err.startswith(f"{name}.csv: {said}")
         assert told.err.count("\n") == 1
+    assert predict(["--help"]) == 0
+    assert "python predict.py" in capsys.readouterr().out
+    assert predict([]) == 2
+    assert "python predict.py" in capsys.readouterr().err
     assert predict([str(tmp_path)]) == 1
     assert "not images" in capsys.readouterr().err
     (out / "model.onnx").unlink()

@@ -1,4 +1,4 @@
-"""Predicts with the ONNX model beside this file. Needs onnxruntime alone, and Pillow to read images.
+"""Predicts with the ONNX model beside this file. Needs only onnxruntime, and Pillow for images.
 
 On the command line: ``python predict.py photo.jpg …``, or ``python predict.py rows.csv``. In Python:
 
@@ -41,7 +41,7 @@ class Model:
         self.loss: str = told["loss"]
         """What it was trained with; outputs of classes trained with mse are no logarithms of probabilities."""
         self.classes: list[str] = json.loads(told["classes"])
-        """The names of the classes, the labels or the numbers that are predicted."""
+        """The names of the classes, labels or numbers that it predicts."""
         self.columns: list[str] = json.loads(told["columns"])
         """The names of the columns that the model takes, in their order; empty if they have none."""
         self.read: list[int] = json.loads(told["inputs_read"])
@@ -155,9 +155,9 @@ def _number(cell: Any) -> Any:
 
 def main(files: list[str]) -> int:
     """Prints a line for each image or row."""
-    if not files:
-        sys.stderr.write("Usage: python predict.py IMAGE… | ROWS.csv | ROWS.tsv\n")
-        return 2
+    if not files or files[0] in ("-h", "--help"):
+        (sys.stdout if files else sys.stderr).write("Usage: python predict.py IMAGE… | ROWS.csv | ROWS.tsv\n")
+        return 0 if files else 2
     place = "predict.py"
     try:
         model = Model()
