@@ -107,7 +107,7 @@ def load_checkpoint(
     execute anything.
 
     Args:
-        folder: A folder of :func:`save_checkpoint`.
+        folder: A folder of `save_checkpoint`.
         model: A fresh model, which takes the checkpoint's shape and weights; it may be divided by ``fully_shard`` or
             not, like the saved one or unlike it. Wrap it in DistributedDataParallel after this.
         optimizer: An optimizer of that model, with the same layers.

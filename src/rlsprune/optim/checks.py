@@ -33,7 +33,7 @@ _RANGES: dict[str, _Range] = {
 
 
 def check_settings(model: object, **settings: Any) -> None:
-    """Raises if one of :class:`rlsprune.RLS`'s settings is out of its range, or there is nothing to train."""
+    """Raises if one of `rlsprune.RLS`'s settings is out of its range, or there is nothing to train."""
     for name, value in settings.items():
         check_argument(name, value, *_RANGES[name])
     if not isinstance(model, nn.Module):

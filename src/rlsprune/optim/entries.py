@@ -1,7 +1,7 @@
 """What the optimizer keeps of a layer's P: made, joined, moved, copied and read from files.
 
 `optimizer.state[weight]["inverse"]` is a dict of plain values: ``{"P"}``, or ``{"C", "T", "beta", "rows", "rank"}``
-(:func:`rlsprune.optim.factored.initial_factors`). A form wraps it.
+(`rlsprune.optim.factored.initial_factors`). A form wraps it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def form_of(entry: InverseState) -> Form:
 
 
 def inverse_step(sizes: Sequence[Sequence[InverseState]]) -> InverseStep:
-    """P of layers in a step: for each size the entries of its layers, which are of one :func:`kind`.
+    """P of layers in a step: for each size the entries of its layers, which are of one `kind`.
 
-    What is joined of them lies in memory one after the other from then on (:func:`rlsprune.optim.packing.pack`).
+    What is joined of them lies in memory one after the other from then on (`rlsprune.optim.packing.pack`).
     """
     return WholeStep(sizes[0]) if "P" in sizes[0][0] else FactoredStep(sizes)
 

@@ -32,7 +32,7 @@ def initial_factors(x: Tensor, p0: float, rank: int) -> InverseState:
 
 
 class Factored:
-    """``P⁻¹ = β(I + CᵀC)``, as a prune and a check use it: what :class:`rlsprune.optim.whole.Whole` does with P."""
+    """``P⁻¹ = β(I + CᵀC)``, as a prune and a check use it: what `rlsprune.optim.whole.Whole` does with P."""
 
     def __init__(self, entry: InverseState) -> None:
         self._entry = entry
@@ -82,7 +82,7 @@ class Factored:
 
 
 class FactoredStep:
-    """P of layers in a step, as :class:`rlsprune.optim.whole.WholeStep`: C by size, all else for all at once."""
+    """P of layers in a step, as `rlsprune.optim.whole.WholeStep`: C by size, all else for all at once."""
 
     def __init__(self, sizes: Sequence[Sequence[InverseState]]) -> None:
         """Takes the entries of the layers of each size, all of which have equally many rows in use."""

@@ -11,7 +11,7 @@ the others goes to β.
 
 Shapes: C ``(G, m, n)``, T ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it. What has no n in its
 shape is computed for layers of all sizes at once.
-Nothing here but :func:`compress` makes the host wait for the device.
+Nothing here but `compress` makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def excitation(T: Tensor, products: Tensor, energy: Tensor) -> tuple[Tensor, Ten
 def append_(T: Tensor, known: Tensor, excitation: Tensor) -> None:
     """Adds the row of a new row of C to T in place, whose last row is that of the identity.
 
-    With what :func:`excitation` tells, ``L`` gets the row ``[knownᵀ, √(1 + excitation)]``, so that T, which is
+    With what `excitation` tells, ``L`` gets the row ``[knownᵀ, √(1 + excitation)]``, so that T, which is
     ``(G, m + 1, m + 1)``, gets ``[−knownᵀT, 1]/√(1 + excitation)``.
     """
     row, m = T[:, -1:], T.shape[-1] - 1
@@ -78,7 +78,7 @@ def thin_product(Z: Tensor, gradient: Matrices) -> Tensor:
 def velocity_step_(
     velocity: Matrices, gradient: Matrices, Z: Tensor, thin: Tensor, momentum: float, scale: Tensor
 ) -> None:
-    """Eq. (21) in place, ``Ψ ← α·Ψ − s·(∇ − (Z∇ᵀ)ᵀZ)``, with :func:`thin_product` and ``s = η/(hβ)``, ``(G, 1, 1)``."""
+    """Eq. (21) in place, ``Ψ ← α·Ψ − s·(∇ − (Z∇ᵀ)ᵀZ)``, with `thin_product` and ``s = η/(hβ)``, ``(G, 1, 1)``."""
     (weight, bias), (weight_gradient, bias_gradient) = velocity, gradient
     left = (thin * scale).mT
     if bias is not None and bias_gradient is not None:

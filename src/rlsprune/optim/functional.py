@@ -86,7 +86,7 @@ def mean_patch(images: Tensor, windows: list[Tensor], dtype: torch.dtype) -> Ten
     """Eq. (20): the mean over batch and output positions of the unfolded patches, ``(C, *kernel)``.
 
     Unfolding is linear and separable, so the batch is averaged first and the one mean image is then contracted with
-    the windows of each spatial dimension (:func:`window_weights`): exact, and no patch is ever written out.
+    the windows of each spatial dimension (`window_weights`): exact, and no patch is ever written out.
     """
     rows = images.movedim(1, -1)
     if rows.is_contiguous():  # channels_last: averaging it as it lies in memory is several times faster

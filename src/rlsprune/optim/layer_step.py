@@ -82,10 +82,10 @@ def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[R
 
 @dataclass
 class LayerStep:
-    """What the step of some layers needs: gathered by :meth:`prepare`, which changes no value.
+    """What the step of some layers needs: gathered by `prepare`, which changes no value.
 
     Several layers of equal size are stepped as one layer with the groups of all, in as many kernels as one layer takes.
-    Their P lie in memory one after the other, and so do their velocities (:func:`pack`).
+    Their P lie in memory one after the other, and so do their velocities (`pack`).
     """
 
     sizes: list[list[ReadyLayer]]
@@ -148,7 +148,7 @@ class LayerStep:
 
 @cache
 def _bounds(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What must be below these, in the order of :func:`_faults`; beyond the second, P cannot be resolved."""
+    """What must be below these, in the order of `_faults`; beyond the second, P cannot be resolved."""
     bounds = [math.inf, MOST_ROUNDED / torch.finfo(dtype).eps, _INDEFINITE, math.inf]
     return torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(1)
 

@@ -106,7 +106,7 @@ class Recorder:
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def told(self, layer: Layer, inputs: Tensor) -> None:
-        """Does what :meth:`observe` and the gradient after it do, in one call, for compiled code."""
+        """Does what `observe` and the gradient after it do, in one call, for compiled code."""
         leaf = layer.weight if layer.weight.requires_grad or layer.bias is None else layer.bias
         self.commit(leaf.grad is None, *self._mean_input(layer, inputs))
 

@@ -99,14 +99,14 @@ class RLS(Optimizer):
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
             mean_scale: k > 0, the weight of a batch's mean input in P.
             p0: P starts at p0·I. With 1, η is an ordinary learning rate.
-            rank: How many directions of the mean inputs P distinguishes. Layers with at most 3·rank inputs keep P
-                whole, which is smaller. None: all layers do.
+            rank: How many directions of the mean inputs P distinguishes, by default 16. Layers with at most 3·rank
+                inputs keep P whole, which is smaller. None: all layers do.
             weight_decay: Decoupled: ``W ← (1 − η·decay)·W`` before the step.
             fallback_lr: The learning rate of the momentum SGD for every other parameter.
             dtype: The dtype of P; None for float32, or the weight's if wider. Never half.
             on_fault: ``"raise"`` or ``"skip"`` (with a warning) a step whose input, gradient or P is not finite, or
                 whose input is too large for the dtype of P. Either way nothing has changed. On an accelerator a later
-                step reports it, because looking at once would make the host wait; :meth:`report_faults` waits.
+                step reports it, because looking at once would make the host wait; `report_faults` waits.
             process_group: The processes that train this model together, each with its share of every batch; None for
                 those of the DistributedDataParallel wrapper, or all, if ``torch.distributed`` is initialised. Their
                 mean inputs are averaged, so P is the same everywhere as with the whole batch in one process.

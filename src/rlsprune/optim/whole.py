@@ -55,7 +55,7 @@ class WholeStep:
 
         Args:
             means: For each size the mean inputs, ``(G, n)``.
-            mean_scale: k, which :meth:`update_` uses again.
+            mean_scale: k, which `update_` uses again.
 
         Returns:
             For each group ``k·xᵀPx``, NaN or negative if P is not positive definite; and ``k·xᵀx`` times about the
@@ -73,7 +73,7 @@ class WholeStep:
         return torch.where(rounded, self._excitation.maximum(self._floor), self._excitation), energy
 
     def meet(self, gradients: Sequence[Matrices]) -> Tensor:
-        """One number per group, finite if the gradients are, which :meth:`velocity_step_` uses."""
+        """One number per group, finite if the gradients are, which `velocity_step_` uses."""
         (self._gradient,) = gradients
         return functional.norm(*self._gradient)
 

@@ -33,7 +33,7 @@ def rls(group: Group, inverse_of: InverseOf) -> list[Tensor]:
 
 
 def rls_paper(group: Group, inverse_of: InverseOf) -> list[Tensor]:
-    """Scores as :func:`rls`, but behind a flatten node by node, to the letter of the paper's section 3.2."""
+    """Scores as `rls`, but behind a flatten node by node, to the letter of the paper's section 3.2."""
     readers = _readers(group)
     if len(readers) != 1 or not isinstance(readers[0].module, nn.Linear) or readers[0].index.shape[1] == 1:
         return rls(group, inverse_of)

@@ -105,7 +105,7 @@ def refit_layer(layer: Layer, removals: Sequence[Removal[Inverse]]) -> None:
 def cut_inverses(
     model: nn.Module, optimizer: Optimizer, cuts: Cuts, how: str, removals: Mapping[str, list[Removal[Inverse]]]
 ) -> None:
-    """Cuts the P that :class:`rlsprune.RLS` keeps of every layer in the plan, before the plan is applied.
+    """Cuts the P that `rlsprune.RLS` keeps of every layer in the plan, before the plan is applied.
 
     Args:
         model: The network, not cut yet.

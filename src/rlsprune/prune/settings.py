@@ -38,7 +38,7 @@ AS_IN_PAPER: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of :class:`rlsprune.Pruner`, checked; it says what each means."""
+    """The arguments of `rlsprune.Pruner`, checked; it says what each means."""
 
     optimizer: Optimizer
     ratio: float | Mapping[str, float]

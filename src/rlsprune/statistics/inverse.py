@@ -1,7 +1,7 @@
 """P as pruning uses it: row sums, blocks, the refit of a layer's weights, and what is left when inputs go.
 
-Three forms with the same results. :class:`DenseInverse` holds P. :class:`Autocorrelation` holds ``A = P⁻¹`` and inverts
-it only where blocks of P are asked for: row sums and refits need one factorisation. :class:`FactoredInverse` holds few
+Three forms with the same results. `DenseInverse` holds P. `Autocorrelation` holds ``A = P⁻¹`` and inverts
+it only where blocks of P are asked for: row sums and refits need one factorisation. `FactoredInverse` holds few
 rows C with ``P = (β(I + CᵀC))⁻¹``, RLS's own or sampled inputs with a damping, and never forms P: every answer goes
 through an m×m matrix, by Woodbury's identity.
 
@@ -75,15 +75,15 @@ class DenseInverse:
         return len(self.P)
 
     def row_sums(self, inputs: int) -> Tensor:
-        """See :class:`Inverse`."""
+        """See `Inverse`."""
         return exact(self.P[:inputs, :inputs].sum(1))
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """See :class:`Inverse`."""
+        """See `Inverse`."""
         return exact(self.P[rows.unsqueeze(-1), rows.unsqueeze(-2)])
 
     def without(self, gone: Tensor) -> Removal[DenseInverse]:
-        """See :class:`Inverse`."""
+        """See `Inverse`."""
         gone = gone.to(self.P.device)
         stay = complement(self.size, gone)
 
@@ -123,19 +123,19 @@ class Autocorrelation:
         return cholesky_positive(self.A)
 
     def row_sums(self, inputs: int) -> Tensor:
-        """See :class:`Inverse`."""
+        """See `Inverse`."""
         wanted = torch.zeros(self.size, 1, dtype=self.A.dtype, device=self.A.device)
         wanted[:inputs] = 1
         return exact(torch.cholesky_solve(wanted, self._factor)[:inputs, 0])
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """See :class:`Inverse`."""
+        """See `Inverse`."""
         if self._dense is None:
             self._dense = DenseInverse(torch.cholesky_inverse(self._factor))
         return self._dense.blocks(rows)
 
     def without(self, gone: Tensor) -> Removal[Autocorrelation | DenseInverse]:
-        """See :class:`Inverse`; refits as ``W_k + A_kk⁻¹ A_kd W_d``, unless P is there already."""
+        """See `Inverse`; refits as ``W_k + A_kk⁻¹ A_kd W_d``, unless P is there already."""
         if self._dense is not None:
             return self._dense.without(gone)
         gone = gone.to(self.A.device)
@@ -182,18 +182,18 @@ class FactoredInverse:
         return solve_lower(self._factor, self.rows)
 
     def row_sums(self, inputs: int) -> Tensor:
-        """See :class:`Inverse`."""
+        """See `Inverse`."""
         whitened = self._whitened[:, :inputs]
         return torch.div(1 - whitened.mT @ whitened.sum(1), self.beta)
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """See :class:`Inverse`."""
+        """See `Inverse`."""
         parts = self._whitened.mT.contiguous()[rows]  # (units, rows of a unit, m)
         identity = torch.eye(rows.shape[-1], dtype=parts.dtype, device=parts.device)
         return (identity - parts @ parts.mT) / self.beta
 
     def without(self, gone: Tensor) -> Removal[FactoredInverse]:
-        """See :class:`Inverse`; refits as ``W_k + C_kᵀ (I + C_k C_kᵀ)⁻¹ C_d W_d``."""
+        """See `Inverse`; refits as ``W_k + C_kᵀ (I + C_k C_kᵀ)⁻¹ C_d W_d``."""
         gone = gone.to(self.rows.device)
         stay = complement(self.size, gone)
 

@@ -145,7 +145,7 @@ def weight_matrix(layer: Layer) -> Tensor:
 
 
 def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The inverse of :func:`weight_matrix`: weight and bias in their own shapes and dtypes."""
+    """The inverse of `weight_matrix`: weight and bias in their own shapes and dtypes."""
 
     def of(parameter: Tensor, values: Tensor) -> Tensor:
         return values.reshape(parameter.shape).to(parameter.device, parameter.dtype)

@@ -166,7 +166,7 @@ def make_plan(
         world_size: How many ranks.
         batch: Inputs in a batch of all ranks together.
         machine: How fast a rank is.
-        rank: As :class:`rlsprune.RLS` takes it.
+        rank: As `rlsprune.RLS` takes it.
         sharded: Whether ``fully_shard`` divides it, block by block.
         flops: Of a forward with one input.
     """
