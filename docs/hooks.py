@@ -1,4 +1,4 @@
-"""Called by mkdocs: writes the commands and their options into the page of the command line."""
+"""Called by mkdocs: writes the commands and their options into the page of the command line; dates stay on one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MARKER = "<!-- commands -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Of every page; only one has the marker."""
+    """Changes a page: only one has the marker, only the records begin rows with dates."""
+    markdown = re.sub(r"^\| (\d{4}-\d\d-\d\d) \|", r'| <span class="date">\1</span> |', markdown, flags=re.MULTILINE)
     return markdown.replace(MARKER, reference()) if MARKER in markdown else markdown
 
 

@@ -25,6 +25,11 @@ def test_page_has_a_place_for_it() -> None:
     assert yaml.safe_load(settings.split("\nplugins:")[0])["hooks"] == ["docs/hooks.py"]
 
 
+def test_dates_of_records_stay_on_one_line() -> None:
+    row = "| 2026-11-18 | [a claim](2026-11-18-a.md) |"
+    assert hooks.on_page_markdown(row) == '| <span class="date">2026-11-18</span> | [a claim](2026-11-18-a.md) |'
+
+
 @pytest.mark.parametrize(
     ("name", "command"), list(hooks.commands()), ids=lambda value: value if type(value) is str else ""
 )
