@@ -2,7 +2,7 @@
 
 `python -m benchmarks.quality.ablation mnist-fnn --seeds 0,1,2` prints a table: accuracy on validation images, which are
 training images of the data set that are left out of the runs. The test images are not looked at. Each variant is `rls`
-as `rlsprune run` has it with one thing changed. "Worst event" is what the dearest event of any seed cost right away, in
+as `rlsprune run` has it with one thing changed. "Worst event" is the highest cost of an event of any seed, in
 points of accuracy. Time is a ratio to the first variant's. Finished runs are kept in --out and not made again.
 """
 

@@ -9,7 +9,7 @@ ends at.
 
 The given network has seen all training images, which therefore cannot choose a rate: networks that remember them would
 win. So each half of the test images is judged at the rate that is best on the other half. `tune` trains every method at
-as many rates (cuts in rounds and most variants of ours take the rates of their kin), with a seed of its
+as many rates (cuts in rounds and most variants of ours take the rates of a similar one), with a seed of its
 own; `run` makes the runs, right after the last cut and at the end; `draw` prints the table and, with --out, the
 picture. All of it goes on where it was.
 
