@@ -50,7 +50,8 @@ _SMALL = (
     *("tiny", "mini", "ti", "t0", "s0", "m0", "b0", "a0", "small", "050", "t", "128s", "s", "s12", "s18", "12", "18"),
     *("121", "26", "100", "b", "base"),
 )
-_IMAGE = 64
+_IMAGE, _MEDIUM = 64, 112
+"""Pixels of the images, and of those for networks that do not take the former and are made for large ones."""
 
 
 def torchvision_families() -> dict[str, Maker]:
@@ -103,7 +104,8 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
         with contextlib.suppress(Exception):
             model = create(name, **options).eval()
             channels, *sizes = model.default_cfg["input_size"]
-            for image in ([_IMAGE, _IMAGE], sizes):
+            medium = [[_MEDIUM, _MEDIUM]] if max(sizes) > 512 else []
+            for image in ([_IMAGE, _IMAGE], *medium, sizes):
                 with contextlib.suppress(Exception), torch.no_grad():
                     example = torch.randn(1, channels, *image)
                     model(example)

@@ -132,6 +132,27 @@ def test_groups_that_do_not_meet_are_tried_together() -> None:
     assert [len(selection) for selection in _selections(groups)] == [15, 14]
 
 
+class Borrows(nn.Module):
+    """Attention with the number of heads of another one."""
+
+    def __init__(self, lender: FusedAttention) -> None:
+        super().__init__()
+        self.own = FusedAttention(12, 6)
+        self.__dict__["lender"] = lender
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.own.num_heads = self.lender.num_heads
+        return self.own(x)
+
+
+def test_two_blocks_in_the_middle_with_one_number_of_heads_are_found_out() -> None:
+    lender = FusedAttention(12, 6)
+    made = iter([FusedAttention(12, 6), lender, Borrows(lender)])
+    graph = find_groups(Network(3, lambda: next(made)), torch.randn(2, 4, 5), ignore=["input"])
+    assert "blocks.0.inner[heads]" in [group.name for group in graph]
+    assert not {"blocks.1.inner[heads]", "blocks.2.inner.own[heads]"} <= {group.name for group in graph}
+
+
 def test_a_choice_that_is_wrong_after_the_block_is_found_out() -> None:
     graph = find_groups(KnowsTheWidth(2, attention), torch.randn(2, 4, 5), ignore=["input"])
     assert not [group for group in graph if "[" in group.name]

@@ -293,10 +293,12 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
 
 def _some_units(group: Group, amount: float) -> Tensor:
     """The same in every trial, and others in every group."""
+    seed = zlib.crc32(group.name.encode())
     count = 1 + int(amount * (group.size - 2))
-    # An odd number stays where more than one could.
+    # An odd number stays where more than one could, another one of other groups: blocks may share a number of heads.
     count += 1 if 1 < count < group.size - 1 and (group.size - count) % 2 == 0 else 0
-    generator = torch.Generator().manual_seed(zlib.crc32(group.name.encode()))
+    count -= 2 * (seed % (1 + min(2, (count - 1) // 2))) if amount < 1 else 0
+    generator = torch.Generator().manual_seed(seed)
     return torch.randperm(group.size, generator=generator)[:count].sort().values
 
 
