@@ -208,7 +208,7 @@ def test_tuned_rivals_are_those_of_the_drawn_table() -> None:
 
 
 def test_the_zoo_s_table_is_that_of_its_runs_and_no_error_is_foreign() -> None:
-    page = (DOCS / "records" / "2026-11-18-zoo.md").read_text(encoding="utf-8")
+    page = (DOCS / "records" / "2026-11-19-zoo.md").read_text(encoding="utf-8")
     found = [json.loads(path.read_text()) for path in sorted((RUNS / "zoo").glob("*.json"))]
     assert len(found) == 166
     assert not [one["network"] for one in found if "foreign_error" in one or "too_slow" in one or "unavailable" in one]
@@ -224,7 +224,10 @@ def test_the_zoo_s_table_is_that_of_its_runs_and_no_error_is_foreign() -> None:
         one["network"].partition("/")[2]: one.get("blocks_left") for one in found if "transformers" in one["network"]
     }
     assert all(blocks[name] <= 0.65 for name in heads)
-    assert all(blocks[name] <= 0.71 for name in rotary)
+    assert all(blocks[name] <= 0.71 for name in rotary | {"Mixtral"})
+    passes = [one["making_seconds"] / one["pass_seconds"] for one in found if "own_error" not in one]
+    assert len(passes) == 164
+    assert max(passes) <= 28
 
 
 @pytest.mark.parametrize("network", ["vgg", "resnet20"])
