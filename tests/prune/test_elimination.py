@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -188,3 +189,16 @@ def test_widths_keep_multiples_and_a_goal_out_of_reach_takes_all_that_may_go() -
     assert gone["0"] % 4 == 0
     assert gone["2"] % 4 == 0
     assert choose_widths(curves, groups, costs, math.inf, least=1, round_to=1) == {"0": 0, "2": 0}
+
+
+def test_errors_count_less_where_an_input_has_more_places() -> None:
+    """Images of 16 equal pixels give the rows of images of one pixel, and the fourth root of 16 is 2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(6, 12, 1), nn.ReLU(), nn.Conv2d(12, 4, 1))
+    pixels = torch.randn(200, 6, 1, 1)
+    one, many = (
+        ClosedForm(copy.deepcopy(model), inputs[:1], Calibration([inputs], [200])).curves["0"]
+        for inputs in (pixels, pixels.expand(-1, -1, 4, 4).contiguous())
+    )
+    assert one.order == many.order
+    assert many.costs == pytest.approx([cost / 2 for cost in one.costs], rel=0.02)

@@ -24,6 +24,7 @@ from rlsprune.statistics.rows import input_rows
 __all__ = ["Eliminations", "find_curves"]
 
 _ROWS_IN_ROWS = 2048  # of a layer with too many inputs for a matrix of them
+_AVERAGED = 0.25  # 0: errors at the places of an image are one error; 1: they are independent and average out
 
 
 @dataclass
@@ -50,6 +51,13 @@ class _Seen:
     scale: Tensor | None = None
     """How much the error of each output counts."""
     variance: float = 0.0
+    places: float = 1.0
+    """Rows for one input of the network: pixels or tokens."""
+
+    @property
+    def counts(self) -> float:
+        """How much a share of the variance that is lost counts: later layers average errors over places."""
+        return float(self.places**-_AVERAGED)
 
     def own_share(self) -> float:
         """What the layer itself adds of the variance that errors are measured by: all of it, or part of a sum."""
@@ -215,6 +223,7 @@ def _look(
     seen.count += float(count)
     seen.held_count += float(held_count)
     seen.scale, seen.weights = scale, _with_bias(product, width)
+    seen.places = product.places / batches.sizes[0]
     seen.variance += _variance(float(count), sums[0], sums[1])
 
 
@@ -236,7 +245,7 @@ def _score_reader(group: Group, moments: tuple[Tensor, Tensor] | None, reading: 
 
     What is lost of their variance is thought to be lost of the attention's output: as much of what reads it.
     """
-    share = max((seen.own_share() for seen in reading if seen is not None), default=1.0)
+    share = max((seen.own_share() * seen.counts for seen in reading if seen is not None), default=1.0)
     if moments is None:
         scores = sum(map(product_norms, group.products), start=torch.zeros(group.size, dtype=torch.float64))
         return FixedScores(share * scores / scores.sum().clamp_min(torch.finfo(torch.float64).tiny))
@@ -253,7 +262,8 @@ def _reader(member: Member, seen: _Seen | None) -> UnitReader:
         norms = weight_norms(member, 2)
         return FixedScores(norms / norms.sum().clamp_min(torch.finfo(torch.float64).tiny))
     groups = len(seen.weights)
-    counts = exact(seen.scale).view(groups, 1, -1) / max(seen.variance, torch.finfo(torch.float32).tiny) ** 0.5
+    variance = max(seen.variance, torch.finfo(torch.float32).tiny)
+    counts = exact(seen.scale).view(groups, 1, -1) * (seen.counts / variance) ** 0.5
     matrix, index = seen.weights, input_rows(member.module, member.index)
     if seen.square is None:
         assert seen.rows is not None

@@ -24,7 +24,8 @@ class Curve(NamedTuple):
     """Units, the first to go first; the last one stays."""
     costs: list[float]
     """For each number of units that are gone, none first: the error of the layers that read them, after the best refit,
-    as a share of the variance of their outputs; on inputs that the refit did not see, where there are enough."""
+    as a share of the variance of their outputs, less of it where an input of the network has many places there; on
+    inputs that the refit did not see, where there are enough."""
 
 
 class UnitReader(Protocol):
