@@ -202,3 +202,36 @@ def test_errors_count_less_where_an_input_has_more_places() -> None:
     )
     assert one.order == many.order
     assert many.costs == pytest.approx([cost / 2 for cost in one.costs], rel=0.02)
+
+
+class Padded(nn.Module):
+    """Reads tokens, and a mask of those that count."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(x) * attention_mask.unsqueeze(-1)
+        return outputs
+
+
+@pytest.mark.parametrize("lengths", [(9, 5), (5, 9)])
+def test_places_of_padding_do_not_count_and_neither_does_which_inputs_come_first(lengths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Padded(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)))
+    tokens = torch.randn(100, 4, 6)
+
+    def curve(*sizes: int) -> Curve:
+        calls = [
+            {
+                "x": nn.functional.pad(tokens[start : start + 50], (0, 0, 0, size - 4)),
+                "attention_mask": (torch.arange(size) < 4).long().repeat(50, 1),
+            }
+            for start, size in zip((0, 50), sizes, strict=True)
+        ]
+        return ClosedForm(copy.deepcopy(model), calls[0], Calibration(calls, [50, 50])).curves["layers.0"]
+
+    short, long = curve(4, 4), curve(*lengths)
+    assert long.order == short.order
+    assert long.costs == pytest.approx(short.costs)

@@ -39,3 +39,14 @@ def test_classes_may_lie_before_the_places() -> None:
     assert taught(output, labels, given).item() == pytest.approx(
         taught(flat[0], labels.flatten(), flat[1]).item(), rel=1e-5
     )
+
+
+def test_places_whose_label_is_minus_100_do_not_count() -> None:
+    torch.manual_seed(0)
+    output, given, labels = torch.randn(3, 5, 4), torch.randn(3, 5, 4), torch.randint(5, (3, 4))
+    labels[0], labels[2, 1:] = -100, -100
+    counted = labels >= 0
+    kept = [scores.movedim(1, -1)[counted] for scores in (output, given)]
+    assert taught(output, labels, given).item() == pytest.approx(
+        taught(kept[0], labels[counted], kept[1]).item(), rel=1e-5
+    )

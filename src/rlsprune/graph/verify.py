@@ -24,11 +24,12 @@ def verify_groups(
     """Keep the groups from which any channels, or input features, can go.
 
     All are tried at once, up to half of each: an odd number stays, which shows code that needs the width to be a
-    multiple of something, and not the same of each, which shows blocks that share a number of heads. Groups that share
-    a layer are tried again in selections in which each of them is once without any other one that it meets in a layer:
-    ``torch.chunk`` is right while both halves lose equally many, and an attention may be told its sizes together with
-    another group only. After a failure, the first layer that went wrong tells where to look. A group that fails nearly
-    always fails in its own block, and its twins fail in theirs.
+    multiple of something, and not the same of each, which shows most blocks that share a number of heads (not one of
+    2 or 3: as many go from all of those). Groups that share a layer are tried again in selections in which each of them
+    is once without any other one that it meets in a layer: ``torch.chunk`` is right while both halves lose equally
+    many, and an attention may be told its sizes together with another group only. After a failure, the first layer that
+    went wrong tells where to look. A group that fails nearly always fails in its own block, and its twins fail in
+    theirs.
 
     Args:
         trial: Of the network.

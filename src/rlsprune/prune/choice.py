@@ -51,13 +51,13 @@ class _Seen:
     scale: Tensor | None = None
     """How much the error of each output counts."""
     variance: float = 0.0
-    places: float = 1.0
-    """Rows for one input of the network: pixels or tokens."""
+    places: float = 0.0
+    """Of all calls for one input of the network, on average: pixels, or tokens that are no padding."""
 
     @property
     def counts(self) -> float:
         """How much a share of the variance that is lost counts: later layers average errors over places."""
-        return float(self.places**-_AVERAGED)
+        return float(max(self.places, 1.0) ** -_AVERAGED)
 
     def own_share(self) -> float:
         """What the layer itself adds of the variance that errors are measured by: all of it, or part of a sum."""
@@ -183,6 +183,7 @@ def _look(
     wide = width > MOST_INPUTS and product.groups == 1
     scale, _ = affine_of(norms, product.matrix[:, 0].numel(), product.inputs)
     zero = exact(product.inputs.new_zeros(()))
+    there = [stop.product.places if (own := stop.places()) is None else len(own) for stop in stops[: lanes.counted]]
     count, sums = zero.clone(), zero.new_zeros(3, len(scale))  # of results, of their squares, and of 1/σ² of the rows
     squares = zero.new_zeros(2, product.groups, width, 0 if wide else width)
     total, held_count = zero.new_zeros(product.groups, width), zero.clone()
@@ -208,7 +209,9 @@ def _look(
         sums[0] += exact(results).sum(0)
         sums[1] += exact(results).square().sum(0)
         count += len(where)
-    squares, total, sums, count, held_count = batches.reduction.sums(squares, total, sums, count, held_count)
+    squares, total, sums, count, held_count, all_places = batches.reduction.sums(
+        squares, total, sums, count, held_count, zero + sum(there)
+    )
     if isinstance(layer_norm, nn.LayerNorm):
         # What errors are after it: some channels of a transformer are a hundred times as large as others before it.
         scale = scale * layer_norm.weight.detach().abs().to(scale) * (sums[2, 0] / count.clamp_min(1)).sqrt().to(scale)
@@ -223,7 +226,7 @@ def _look(
     seen.count += float(count)
     seen.held_count += float(held_count)
     seen.scale, seen.weights = scale, _with_bias(product, width)
-    seen.places = product.places / batches.sizes[0]
+    seen.places += float(all_places) / lanes.inputs
     seen.variance += _variance(float(count), sums[0], sums[1])
 
 

@@ -30,10 +30,11 @@ def taught(output: Tensor, labels: Tensor, given: Tensor) -> Tensor:
 
     Args:
         output: Class scores of the smaller network.
-        labels: Of the classes; −100 marks what does not count.
+        labels: Of the classes; −100 marks what does not count, in either of the two.
         given: Class scores of the given network.
     """
-    apart = _divergence([_classes_last(output, labels)], [_classes_last(given, labels)], classes=True)
+    ours, theirs = (_classes_last(scores, labels)[labels >= 0] for scores in (output, given))
+    apart = _divergence([ours], [theirs], classes=True)
     return (1 - _TEACHER) * _entropy(output, labels) + _TEACHER * apart
 
 
