@@ -227,7 +227,7 @@ def test_the_zoo_s_table_is_that_of_its_runs_and_no_error_is_foreign() -> None:
     assert all(blocks[name] <= 0.71 for name in rotary | {"Mixtral"})
     passes = [one["making_seconds"] / one["pass_seconds"] for one in found if "own_error" not in one]
     assert len(passes) == 164
-    assert max(passes) <= 28
+    assert max(passes) <= 30
 
 
 @pytest.mark.parametrize("network", ["vgg", "resnet20"])
