@@ -98,16 +98,16 @@ def attention() -> FusedAttention:
     return FusedAttention(12, 3)
 
 
-def test_a_deep_transformer_takes_as_many_runs_as_a_shallow_one(runs: list[nn.Module | None]) -> None:
-    for count in (2, 7):
+def test_a_deep_transformer_takes_hardly_more_runs_than_a_shallow_one(runs: list[nn.Module | None]) -> None:
+    for count, selections in ((2, 2), (7, 5), (10, 5)):
         runs.clear()
         model = Network(count, attention)
         graph = find_groups(model, torch.randn(2, 4, 5), ignore=["input"])
         groups = [group for group in graph if "[" in group.name]
         assert len(groups) == 2 * count
-        # One without a change; a pair with all groups, with the heads, and with the dimensions; and one that confirms
-        # the first error of the first block.
-        assert runs.count(None) == 1 + 2 * 3 + 1
+        # One without a change; a pair with all groups, and with each of as many selections as tell the heads of all
+        # blocks apart; and one that confirms the first error of the first block.
+        assert runs.count(None) == 1 + 2 * (1 + selections) + 1
         assert {run for run in runs if run is not None} == {model.blocks[0].inner}
 
 
@@ -137,7 +137,7 @@ class Borrows(nn.Module):
 
     def __init__(self, lender: FusedAttention) -> None:
         super().__init__()
-        self.own = FusedAttention(12, 6)
+        self.own = FusedAttention(12, lender.num_heads)
         self.__dict__["lender"] = lender
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,12 +145,18 @@ class Borrows(nn.Module):
         return self.own(x)
 
 
-def test_two_blocks_in_the_middle_with_one_number_of_heads_are_found_out() -> None:
-    lender = FusedAttention(12, 6)
-    made = iter([FusedAttention(12, 6), lender, Borrows(lender)])
-    graph = find_groups(Network(3, lambda: next(made)), torch.randn(2, 4, 5), ignore=["input"])
-    assert "blocks.0.inner[heads]" in [group.name for group in graph]
-    assert not {"blocks.1.inner[heads]", "blocks.2.inner.own[heads]"} <= {group.name for group in graph}
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("heads", [2, 3, 4, 6])
+def test_two_blocks_with_one_number_of_heads_are_found_out(heads: int, at: int) -> None:
+    blocks: list[nn.Module] = [FusedAttention(12, heads) for _ in range(5)]
+    lender = blocks[at]
+    assert isinstance(lender, FusedAttention)
+    blocks[at + 1] = Borrows(lender)
+    made = iter(blocks)
+    graph = find_groups(Network(5, lambda: next(made)), torch.randn(2, 4, 5), ignore=["input"])
+    found = {group.name for group in graph if group.name.endswith("[heads]")}
+    assert len(found) == 3, "those of the other blocks"
+    assert not {f"blocks.{at}.inner[heads]", f"blocks.{at + 1}.inner.own[heads]"} & found
 
 
 def test_a_choice_that_is_wrong_after_the_block_is_found_out() -> None:

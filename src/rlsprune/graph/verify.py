@@ -24,12 +24,11 @@ def verify_groups(
     """Keep the groups from which any channels, or input features, can go.
 
     All are tried at once, up to half of each: an odd number stays, which shows code that needs the width to be a
-    multiple of something, and not the same of each, which shows most blocks that share a number of heads (not one of
-    2 or 3: as many go from all of those). Groups that share a layer are tried again in selections in which each of them
-    is once without any other one that it meets in a layer: ``torch.chunk`` is right while both halves lose equally
-    many, and an attention may be told its sizes together with another group only. After a failure, the first layer that
-    went wrong tells where to look. A group that fails nearly always fails in its own block, and its twins fail in
-    theirs.
+    multiple of something, and not the same of each. Groups that share a layer are tried again in selections in which
+    each of them is once without any other one that it meets: ``torch.chunk`` is right while both halves lose equally
+    many, an attention may be told its sizes together with another group only, or take its number of heads from another
+    block. After a failure, the first layer that went wrong tells where to look. A group that fails nearly always fails
+    in its own block, and its twins fail in theirs.
 
     Args:
         trial: Of the network.
@@ -48,9 +47,10 @@ def verify_groups(
 
 
 def _selections(groups: Sequence[Group]) -> list[list[Group]]:
-    """Some in which any two groups that meet in a layer are told apart both ways: each is once without the other.
+    """Some in which any two groups that meet are told apart both ways: each is once without the other.
 
-    Groups that do not meet can have the same number. No group is in all of the selections that another number is in,
+    Those meet that share a layer, and the heads of all attentions: their numbers are attributes, which a block could
+    take from another one. Groups that do not meet can have the same number. No group is in all of the selections that another number is in,
     being in equally many (Sperner's theorem).
     """
     numbers = _numbered(groups)
@@ -62,15 +62,17 @@ def _selections(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _numbered(groups: Sequence[Group]) -> list[int]:
-    """A small number for each group, another one than those of all groups that it meets in a layer."""
-    taken: dict[nn.Module, set[int]] = {}
+    """A small number for each group, another one than those of all groups that it meets."""
+    taken: dict[nn.Module | str, set[int]] = {}
     numbers = []
     for group in groups:
-        layers = {member.module for member in group.members}
-        others = set[int]().union(*(taken.get(layer, ()) for layer in layers))
+        places: set[nn.Module | str] = {member.module for member in group.members}
+        if group.attention is not None and not group.level:
+            places.add("heads")
+        others = set[int]().union(*(taken.get(place, ()) for place in places))
         numbers.append(next(number for number in itertools.count() if number not in others))
-        for layer in layers:
-            taken.setdefault(layer, set()).add(numbers[-1])
+        for place in places:
+            taken.setdefault(place, set()).add(numbers[-1])
     return numbers
 
 
