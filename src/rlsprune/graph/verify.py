@@ -50,8 +50,8 @@ def _selections(groups: Sequence[Group]) -> list[list[Group]]:
     """Some in which any two groups that meet are told apart both ways: each is once without the other.
 
     Those meet that share a layer, and the heads of all attentions: their numbers are attributes, which a block could
-    take from another one. Groups that do not meet can have the same number. No group is in all of the selections that another number is in,
-    being in equally many (Sperner's theorem).
+    take from another one. Groups that do not meet can have the same number. No group is in all of the selections that
+    another number is in, being in equally many (Sperner's theorem).
     """
     numbers = _numbered(groups)
     most = max(numbers, default=0)
