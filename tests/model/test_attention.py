@@ -71,5 +71,5 @@ def test_masks_of_heads_that_are_gone_are_refused() -> None:
     open_attention(attention)
     attention.num_heads = 3
     x = torch.randn(5, 2, 8)
-    with pytest.raises(ValueError, match="3 heads left"):
+    with pytest.raises(ValueError, match="3 heads are left"):
         attention._mask(torch.zeros(8, 5, 5), None, x.transpose(0, 1), 5, 5)

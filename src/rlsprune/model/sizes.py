@@ -38,9 +38,11 @@ def is_transposed_linear(layer: nn.Module) -> bool:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether it is the experts of a mixture as transformers keeps them: gated blocks, in two tensors of all."""
-    own = module._parameters
+    if type(vars(module).get("intermediate_dim")) is not int:
+        return False
+    own = dict(module.named_parameters(recurse=False))
     up, down = own.get("gate_up_proj"), own.get("down_proj")
-    if len(own) != 2 or up is None or down is None or type(vars(module).get("intermediate_dim")) is not int:
+    if len(own) != 2 or up is None or down is None:
         return False
     return up.dim() == down.dim() == 3 and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
 

@@ -315,7 +315,7 @@ def fails(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, *
         ("{networks}:width", "is a int, not a function"),
         ("{networks}:nothing", "returned a NoneType"),
         ("{networks}:of_width", "cannot be called without arguments"),
-        ("{networks}:wide", "puts out 7 values, but table has 3 classes"),
+        ("{networks}:wide", "returns 7 values, but table has 3 classes"),
         ("{networks}:cnn", "does not take the data of table, 12 each"),
     ],
 )

@@ -306,7 +306,7 @@ def test_task_is_guessed_from_the_labels(labels: np.ndarray, task: str) -> None:
         (["--loss", "huber"], "--loss huber is not for classification"),
         (["--metric", "precision"], "--metric precision is not valid: choose one of accuracy"),
         (["--task", "ranking"], "--task ranking is not valid: choose one of classification, regression, multi-label"),
-        (["--task", "regression"], "puts out 3 values, but table has 1 targets ('y'): make its last layer 1 wide"),
+        (["--task", "regression"], "returns 3 values, but table has 1 targets ('y'): make its last layer 1 wide"),
         (["--class-weights", "1,2"], "--class-weights 1,2 does not name each class once"),
         (["--class-weights", "1,2,x"], "holds something that is no number above 0"),
         (["--label", "y"], "--label and --drop-columns are for tables of named columns"),
