@@ -1,4 +1,4 @@
-"""P in factors, as a step and a prune use it; its mathematics is :mod:`rlsprune.optim.factors`."""
+"""P in factors, as a step and a prune use it; its mathematics is `rlsprune.optim.factors`."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from rlsprune.model.tensors import is_sharded
 
 # Entries of `optimizer.state[parameter]`, always checkpointed.
-INVERSE = "inverse"  # of a weight: P, as :mod:`rlsprune.optim.entries` keeps it
+INVERSE = "inverse"  # of a weight: P, as `rlsprune.optim.entries` keeps it
 VELOCITY = "velocity"  # of any parameter: Ψ, of its shape
 
 State = Mapping[Tensor, dict[str, Any]]
 InverseState = dict[str, Any]
-"""What is kept of one layer's P: :mod:`rlsprune.optim.entries`."""
+"""What is kept of one layer's P: `rlsprune.optim.entries`."""
 
 
 def velocity_of(state: State, parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 A criterion gives one or more score tensors for a group. A vector scores its units; a matrix ``(units, k)`` scores the k
 nodes of each unit (of a channel that is flattened into a fully-connected layer), and then a unit goes if any of its
-nodes is chosen. Which units are chosen is up to :mod:`rlsprune.prune.select`.
+nodes is chosen. Which units are chosen is up to `rlsprune.prune.select`.
 """
 
 from __future__ import annotations
