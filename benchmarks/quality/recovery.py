@@ -42,7 +42,7 @@ import rlsprune
 from benchmarks.quality.shrink import RIVALS, Record, ours, parts
 from benchmarks.quality.trained import DEVIATION, MEAN, Case, load_case
 from rlsprune.app.data import Batches, load
-from rlsprune.training.loop import train_epoch
+from rlsprune.training.loop import in_bfloat16, train_epoch
 from rlsprune.training.objective import taught
 
 BATCH, TUNING_SEED = 128, 9
@@ -191,9 +191,8 @@ class Training:
                 yield images, (labels, self._given(epoch, number, images)) if distilled else labels
 
         def loss(images: Tensor, wanted: Any) -> Tensor:
-            with _half_precision():
-                outputs = model(images)
-            return taught(outputs.float(), *wanted) if distilled else cross_entropy(outputs.float(), wanted)
+            outputs = in_bfloat16(model)(images)
+            return taught(outputs, *wanted) if distilled else cross_entropy(outputs, wanted)
 
         train_epoch(model, optimizer, pairs(), loss)
 
@@ -201,13 +200,8 @@ class Training:
     def _given(self, epoch: int, number: int, images: Tensor) -> Tensor:
         """What the given network says of a batch: the batches of a seed are the same for every method."""
         if (epoch, number) not in self._taught:
-            with _half_precision():
-                self._taught[epoch, number] = self._case.model.eval()(images).float()
+            self._taught[epoch, number] = in_bfloat16(self._case.model.eval())(images)
         return self._taught[epoch, number]
-
-
-def _half_precision() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
 
 
 def _normed(pixels: Tensor) -> Tensor:

@@ -33,8 +33,10 @@ def taught(output: Tensor, labels: Tensor, given: Tensor) -> Tensor:
         labels: Of the classes; −100 marks what does not count, in either of the two.
         given: Class scores of the given network.
     """
-    ours, theirs = (_classes_last(scores, labels)[labels >= 0] for scores in (output, given))
-    apart = _divergence([ours], [theirs], classes=True)
+    counted = labels >= 0
+    # Zeros in both are no divergence; to select the others would make an accelerator wait.
+    ours, theirs = (_classes_last(scores, labels) * counted.unsqueeze(-1) for scores in (output, given))
+    apart = _divergence([ours], [theirs], classes=True) * (counted.numel() / counted.sum())
     return (1 - _TEACHER) * _entropy(output, labels) + _TEACHER * apart
 
 
