@@ -119,6 +119,17 @@ def test_a_later_epoch_prunes_too_if_the_first_was_missed_but_never_twice(name: 
     assert method.end_epoch(8, 1.0) is None
 
 
+def test_with_a_share_of_the_time_the_number_of_the_epoch_does_not_matter() -> None:
+    model, x = small(), inputs()
+    method = L1Norm(model, sgd(model), x, ratio=0.5, prune_epoch=2)
+    method.prune_share = 0.4
+    for epoch_number, spent in ((2, 0.1), (3, 0.39)):
+        method.spent(spent)
+        assert method.end_epoch(epoch_number, 1.0) is None
+    method.spent(0.4)
+    assert method.end_epoch(4, 1.0) is not None
+
+
 def test_unpruned_twin_never_prunes() -> None:
     model, x = small(), inputs()
     optimizer = sgd(model)

@@ -31,6 +31,7 @@ DIGITS = Table(
     seeds=(0,),
     options={"epochs": 3, "warmup_epochs": 0, **SMALL},
     tuning={"epochs": 2},
+    trials=2,
 )
 TIMED = Table(
     title="FNN on the digits, equal processor time",
@@ -86,6 +87,14 @@ def test_every_cell_is_a_run_of_its_own_at_the_size_of_its_column(name: str) -> 
         assert config.cpu_seconds == (None if table.timed is None else 9.0)
 
 
+def test_in_a_table_of_equal_time_the_tuned_prune_comes_after_a_share_of_the_time() -> None:
+    cell = Cell("l1-norm", "ours", "sgd", 0.05)
+    by_epochs = TABLES["mnist"].config(cell, Tuned(0.1, 0.4))
+    assert (by_epochs.prune_epoch, by_epochs.prune_share) == (11, None)
+    assert TABLES["mnist-time"].config(cell, Tuned(0.1, 0.4), cpu_seconds=9.0).prune_share == 0.4
+    assert TABLES["mnist-time"].config(cell, Tuned(0.1), cpu_seconds=9.0).prune_share is None
+
+
 def test_rls_comes_before_what_waits_for_it() -> None:
     for table in TABLES.values():
         seen: set[Cell] = set()
@@ -130,7 +139,6 @@ def test_table_is_tuned_run_and_drawn_and_what_is_finished_is_kept(
     for module in (plan, queue, drawing):
         monkeypatch.setattr(module, "TABLES", {"digits": DIGITS, "digits-time": TIMED})
     monkeypatch.setattr(queue, "RATES", (1.0, 1e6))
-    monkeypatch.setattr(queue, "TRIALS", 2)
     said: list[str] = []
     shared: dict[str, Any] = {"machine": {"threads": 1}, "say": said.append, "runner": InProcess()}
     made = TableQueue(name="digits", runs=tmp_path / "r", records=tmp_path / "k", **shared)
@@ -186,8 +194,7 @@ def test_a_run_that_failed_is_shown_and_not_tried_again(tmp_path: Path, monkeypa
 
 
 def test_what_failed_is_tried_again_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "TABLES", {"digits": DIGITS})
-    monkeypatch.setattr(queue, "TRIALS", 1)
+    monkeypatch.setattr(queue, "TABLES", {"digits": replace(DIGITS, trials=1)})
     first = DIGITS.cells()[0]
     tuning = Tuning(tmp_path / f"tuning-{DIGITS.experiment}.json")
     for way in DIGITS.ways():

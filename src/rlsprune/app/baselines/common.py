@@ -79,11 +79,20 @@ class OneShot(Rival, ABC):
         if prune_epoch is not None and prune_epoch < 1:
             raise ValueError(f"prune_epoch={prune_epoch} is not valid: epochs count from 1; None: never prune")
         self.prune_epoch = prune_epoch
+        self.prune_share: float | None = None
+        """Of the run's processor time, after which to prune instead; None for `prune_epoch`."""
         self.pruned = False
+        self._spent = 0.0
+
+    def spent(self, share: float) -> None:
+        """How much of its time the run has used."""
+        self._spent = share
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Prune if the epoch has come."""
-        if self.pruned or self.prune_epoch is None or epoch < self.prune_epoch:
+        if self.pruned or self.prune_epoch is None:
+            return None
+        if epoch < self.prune_epoch if self.prune_share is None else self._spent < self.prune_share:
             return None
         event = self.prune(epoch, loss)
         self.pruned = True

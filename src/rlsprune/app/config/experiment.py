@@ -41,6 +41,8 @@ class RunConfig(BaseConfig):
     preset: str
     prune_epoch: int | None
     """Where the one-shot methods prune; None: never, which makes the method's unpruned twin."""
+    prune_share: float | None = None
+    """Where they prune instead in a run that ends by its processor time, as a share of it; None for `prune_epoch`."""
     train_images: int | None
     test_images: int | None
     shape_from: str | None
@@ -66,6 +68,9 @@ class RunConfig(BaseConfig):
         if self.lr is None:
             object.__setattr__(self, "lr", rate_of(self.experiment, self.method, self.optimizer))
         check_option("lr", self.lr, self.rate > 0, "above 0")
+        share = self.prune_share
+        timed = self.cpu_seconds is not None
+        check_option("prune_share", share, share is None or (timed and 0 < share < 1), "in (0, 1), with --cpu-seconds")
         check_choice("test_on", self.test_on, TEST_ON)
         self._check_rival()
         for name in ("prune_epoch", "train_images", "test_images"):

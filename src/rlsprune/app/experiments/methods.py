@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlsprune.app.baselines import DepGraph, L1Norm, NetSlimming, RandomChoice, SoftPruning, WeightLevel
+from rlsprune.app.baselines.common import OneShot
 from rlsprune.app.baselines.zeroing import ratio_at
 from rlsprune.app.config.experiment import RunConfig
 from rlsprune.app.experiments.registry import BASELINES, ZEROING, experiment
@@ -41,22 +42,25 @@ def build_method(config: RunConfig, model: nn.Module, optimizer: Optimizer, exam
         ratio = asked or (own if config.rival_target is None else ratio_at(model, config.rival_target))
         if config.method == "soft-pruning":
             return SoftPruning(model, example_inputs, ratio=ratio)
-        return WeightLevel(model, example_inputs, ratio=ratio, prune_epoch=when)
-    rivals: dict[str, Callable[..., Method]] = {
-        "l1-norm": L1Norm,
-        "net-slimming": NetSlimming,
-        "depgraph": DepGraph,
-        "random": partial(RandomChoice, seed=config.seed),
-    }
-    return rivals[config.method](
-        model,
-        optimizer,
-        example_inputs,
-        ratio=asked or chosen.structured_ratio,
-        prune_epoch=when,
-        target=None if config.rival_target is None else {config.rival_target_of: config.rival_target},
-        inverse=chosen.pruning.inverse,
-    )
+        rival: OneShot = WeightLevel(model, example_inputs, ratio=ratio, prune_epoch=when)
+    else:
+        rivals: dict[str, Callable[..., OneShot]] = {
+            "l1-norm": L1Norm,
+            "net-slimming": NetSlimming,
+            "depgraph": DepGraph,
+            "random": partial(RandomChoice, seed=config.seed),
+        }
+        rival = rivals[config.method](
+            model,
+            optimizer,
+            example_inputs,
+            ratio=asked or chosen.structured_ratio,
+            prune_epoch=when,
+            target=None if config.rival_target is None else {config.rival_target_of: config.rival_target},
+            inverse=chosen.pruning.inverse,
+        )
+    rival.prune_share = config.prune_share
+    return rival
 
 
 def take_shape(model: nn.Module, folder: RunFolder) -> None:

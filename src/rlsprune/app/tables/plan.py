@@ -75,6 +75,8 @@ class Table:
     """Of every run, as `make_config` takes them."""
     tuning: Mapping[str, Any] = field(default_factory=dict)
     """Of the runs that rates are chosen by, at the middle size, in addition."""
+    trials: int = 6
+    """For every method, recipe and optimizer."""
 
     @property
     def tuned_size(self) -> float:
@@ -114,6 +116,8 @@ class Table:
         config = make_config(self.experiment, cell.method, recipe=cell.recipe, optimizer=cell.optimizer, **own)
         if choice.prune_at is None:
             return config
+        if config.cpu_seconds is not None:
+            return replace(config, prune_share=choice.prune_at)
         return replace(config, prune_epoch=max(1, round(choice.prune_at * config.epochs)))
 
     def _optimizers(self, method: str) -> tuple[str, ...]:
@@ -130,11 +134,8 @@ class Table:
 
 _MNIST_SIZES = (0.2, 0.1, 0.05, 0.02, 0.01)
 _MNIST_TUNING = {"train_images": 10000, "epochs": 10}
-_LONG = {"batch_size": 64, "warmup_epochs": 0, "bfloat16": True}
-_ALL_IMAGES = {
-    "cifar10-vgg": {"train_images": 50000, "test_images": 10000, "epochs": 28, **_LONG},
-    "svhn-vgg": {"train_images": 73257, "test_images": 26032, "epochs": 20, **_LONG},
-}
+_LONG = {"preset": "paper", "batch_size": 64, "warmup_epochs": 0, "bfloat16": True}
+_ALL_IMAGES = {"cifar10-vgg": {"epochs": 28, **_LONG}, "svhn-vgg": {"epochs": 20, **_LONG}}
 _IMAGE_TUNING = {"train_images": 10000, "epochs": 8}
 
 
@@ -149,6 +150,7 @@ def _timed(table: Table, source: str) -> Table:
         timed=source,
         options={name: value for name, value in table.options.items() if name != "epochs"},
         tuning=table.tuning,
+        trials=table.trials,
     )
 
 
@@ -176,12 +178,13 @@ def _images(name: str, title: str, size: float, target_of: str = "params") -> Ta
     return Table(
         title=f"{title}, all images, equal epochs",
         experiment=name,
-        methods=_ALL if target_of == "params" else _STRUCTURED,
+        methods=_STRUCTURED,
         sizes=(size,),
         seeds=(0,),
         target_of=target_of,
         options=_ALL_IMAGES[name],
         tuning=_IMAGE_TUNING,
+        trials=4,
     )
 
 

@@ -16,10 +16,8 @@ from rlsprune.app.run.folder import RunFolder
 from rlsprune.app.tables.plan import ONE_SHOT, TABLES, Cell, Table, Tuned
 from rlsprune.app.tables.records import Records, Tuning
 
-__all__ = ["TRIALS", "TableQueue", "next_rate"]
+__all__ = ["TableQueue", "next_rate"]
 
-TRIALS = 6
-"""For every method, recipe and optimizer."""
 RATES = (0.5, 1.0, 2.0)
 """Multiples of the default rate that are tried first; those after them go where it gets better."""
 _PRUNE_AT = 0.4
@@ -76,7 +74,7 @@ class TableQueue:
             one_shot = way.method in ONE_SHOT
             for choice in self.tuning.failed(way) if self.retry else ():
                 self._try(way, choice)
-            for number in range(TRIALS - one_shot):
+            for number in range(self.table.trials - one_shot):
                 tried = self.tuning.rates(way)
                 if len(tried) <= number:
                     self._try(way, Tuned(RATES[number] * default if number < len(RATES) else next_rate(tried)))
