@@ -140,9 +140,12 @@ def test_rows_of_trained_networks_are_those_of_the_records() -> None:
     assert shown["ResNet-20, torch-pruning, random channels"] == f"{found['resnet20 random'][0]:.2f} %"
 
 
+TRAINED_NETWORKS = (DOCS / "records" / "2026-11-19-trained-networks.md").read_text(encoding="utf-8")
+
+
 def test_the_front_of_resnet56_is_that_of_its_runs() -> None:
     content = json.loads((RUNS / "trained-networks" / "resnet56-front.json").read_text(encoding="utf-8"))
-    page = (DOCS / "trained-networks.md").read_text(encoding="utf-8")
+    page = TRAINED_NETWORKS
     shown = rows(page[page.index("The same for ResNet-56") :])
     for label in ("`rlsprune.shrink`", "L1", "L2", "Taylor (with labels)", "BN scale", "random"):
         own = [
@@ -172,8 +175,8 @@ PARTS = {
 
 
 def test_what_each_part_is_worth_is_that_of_its_record() -> None:
-    page = (DOCS / "trained-networks.md").read_text(encoding="utf-8")
-    shown = rows(page[page.index("What each part is worth") : page.index("\n## After training")])[1:]
+    page = TRAINED_NETWORKS
+    shown = rows(page[page.index("## What each part is worth") : page.index("## EfficientNet-Lite0")])[1:]
     for column, (network, digits) in enumerate([("resnet20", 2), ("resnet56", 2), ("efficientnet-lite0", 0)], 1):
         content = json.loads((RUNS / "trained-networks" / f"{network}-parts.json").read_text(encoding="utf-8"))
         accuracies = {PARTS[cells[0]]: cells[column] for cells in shown}
@@ -189,7 +192,7 @@ def test_networks_trained_on_are_those_of_their_runs() -> None:
 
 def test_agreement_of_efficientnet_is_that_of_its_runs() -> None:
     content = json.loads((RUNS / "trained-networks" / "efficientnet-lite0.json").read_text(encoding="utf-8"))
-    page = (DOCS / "trained-networks.md").read_text(encoding="utf-8")
+    page = TRAINED_NETWORKS
     shown = {(cells[0], cells[-1]) for cells in rows(page[page.index("EfficientNet-Lite0 (ImageNet)") :])}
     names = {"rlsprune.shrink": "`rlsprune.shrink`"}
     for row in content["rows"]:

@@ -8,10 +8,9 @@ of the first epochs. torch-pruning cannot stop right at a target in narrow layer
 ends at.
 
 The given network has seen all training images, which therefore cannot choose a rate: networks that remember them would
-win. So each half of the test images is judged at the rate that is best on the other half. `tune` trains every method at
-as many rates (cuts in rounds and most variants of ours take the rates of a similar one), with a seed of its
-own; `run` makes the runs, right after the last cut and at the end; `draw` prints the table and, with --out, the
-picture. All of it goes on where it was.
+win. So the test images choose it, one of four for every method, on a seed that no run has. `tune` makes these trials
+(cuts in rounds and most variants of ours take the rate of a similar method); `run` makes the runs, right after the last
+cut and at the end; `draw` prints the table and, with --out, the picture. All of it goes on where it was.
 
     python -m benchmarks.quality.recovery tune --weights resnet20.safetensors --data-dir DATA --record recovery.json
     python -m benchmarks.quality.recovery run --weights resnet20.safetensors --data-dir DATA --record recovery.json
@@ -35,17 +34,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.optim import SGD, Optimizer
 
 import rlsprune
 from benchmarks.quality.shrink import RIVALS, Record, ours, parts
-from benchmarks.quality.trained import DEVIATION, MEAN, Case, load_case
+from benchmarks.quality.trained import CLASSES, DEVIATION, MEAN, Case, ResNet, load_case
 from rlsprune.app.data import Batches, load
 from rlsprune.training.loop import in_bfloat16, train_epoch
 from rlsprune.training.objective import taught
 
 BATCH, TUNING_SEED = 128, 9
+ATTENTION = 1000.0  # the weight that attention transfer was published with
 OURS, SCRATCH = "rlsprune.shrink", "its shape from scratch"
 
 
@@ -85,6 +85,8 @@ class Method:
     """Whether only the shape is kept."""
     distilled: bool = True
     """Whether it learns from the given network too."""
+    maps: bool = False
+    """Whether from where its last maps are large as well: their energy by place, which fits any number of channels."""
     optimizer: Callable[[nn.Module, float], Optimizer] = _sgd
     """From a network and a rate."""
 
@@ -96,13 +98,16 @@ METHODS: Mapping[str, Method] = {
     "the same with channels by L1": Method(_part("channels by L1"), like=OURS),
     "the same with inconsistent batch norms": Method(_part("the same, batch norms not consistent"), like=OURS),
     "the same without distillation": Method(ours, rates=(0.005, 0.01, 0.02, 0.05), distilled=False),
+    "the same taught by the last maps too": Method(ours, maps=True, like=OURS),
     "the same trained by RLS": Method(ours, rates=(0.03, 0.1, 0.3, 1.0), optimizer=_rls),
     "L2": Method(RIVALS["L2"]),
     "L1": Method(RIVALS["L1"]),
     "random": Method(RIVALS["random"], rates=(0.02, 0.05, 0.1, 0.2)),
     SCRATCH: Method(ours, rates=(0.05, 0.1, 0.2, 0.4), scratch=True),
     f"{OURS} in two rounds": Method(ours, 2, like=OURS),
+    f"{OURS} in five rounds": Method(ours, 5, like=OURS),
     "L2 in two rounds": Method(RIVALS["L2"], 2, like="L2"),
+    "L2 in five rounds": Method(RIVALS["L2"], 5, like="L2"),
 }
 
 
@@ -120,10 +125,8 @@ class Training:
     def __init__(self, case: Case, data_dir: Path | None, images: int, epochs: int, seed: int) -> None:
         self._split = load("cifar10", data_dir, verify=False).train
         self._case, self._images, self._epochs, self._seed = case, images, epochs, seed
-        self._taught: dict[tuple[int, int], Tensor] = {}
+        self._taught: dict[tuple[int, int, bool], Tensor] = {}
         self._first: dict[tuple[Callable[[Case, float], nn.Module], float], nn.Module] = {}
-        middle = len(case.test) // 2
-        self._halves = [replace(case, test=case.test[:middle]), replace(case, test=case.test[middle:])]
 
     def run(self, method: Method, share: float, rate: float, kept: Path) -> dict[str, Any]:
         """Cuts and trains the network.
@@ -135,7 +138,7 @@ class Training:
             kept: A file for the network after each epoch, from which an interrupted run goes on.
 
         Returns:
-            Its FLOPs, and its accuracy on both halves of the test images right after the last cut and in the end.
+            Its FLOPs, and its accuracy right after the last cut and in the end.
         """
         batches = Batches(
             self._split.images,
@@ -156,12 +159,12 @@ class Training:
                 continue
             if epoch < method.rounds:
                 model = self._cut(model, method, share ** ((epoch + 1) / method.rounds))
-                row = {"flops": self._case.share(model), "cut": self._accuracies(model)}
+                row = {"flops": self._case.share(model), "cut": self._case.accuracy(model)}
                 optimizer = method.optimizer(model, rate)
             assert optimizer is not None
-            self._train(model, optimizer, epoch, batches, rate, method.distilled)
+            self._train(model, optimizer, epoch, batches, rate, method)
             torch.save((model, optimizer, row, epoch + 1), kept)
-        return {**row, "trained": self._accuracies(model)}
+        return {**row, "trained": self._case.accuracy(model)}
 
     def _cut(self, model: nn.Module, method: Method, share: float) -> nn.Module:
         """The network at a share of the given one's FLOPs; methods that cut alike share the work."""
@@ -173,11 +176,8 @@ class Training:
         cut = copy.deepcopy(self._first[method.cut, wanted])
         return _drawn_anew(cut) if method.scratch else cut
 
-    def _accuracies(self, model: nn.Module) -> list[float]:
-        return [half.accuracy(model) for half in self._halves]
-
     def _train(
-        self, model: nn.Module, optimizer: Optimizer, epoch: int, batches: Batches, rate: float, distilled: bool
+        self, model: nn.Module, optimizer: Optimizer, epoch: int, batches: Batches, rate: float, method: Method
     ) -> None:
         """One epoch."""
         steps = self._epochs * len(batches)
@@ -188,20 +188,40 @@ class Training:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * done))
                 images = _normed(pixels)
-                yield images, (labels, self._given(epoch, number, images)) if distilled else labels
+                given = self._given(epoch, number, images, method.maps) if method.distilled else None
+                yield images, (labels, given)
 
-        def loss(images: Tensor, wanted: Any) -> Tensor:
-            outputs = in_bfloat16(model)(images)
-            return taught(outputs, *wanted) if distilled else cross_entropy(outputs, wanted)
+        def loss(images: Tensor, wanted: tuple[Tensor, Tensor | None]) -> Tensor:
+            outputs = in_bfloat16(_told(model, method.maps))(images)
+            labels, given = wanted
+            if given is None:
+                return cross_entropy(outputs, labels)
+            energies = (normalize(told[:, CLASSES:]) for told in (outputs, given))
+            apart = 0.5 * ATTENTION * mse_loss(*energies) if method.maps else 0.0
+            return taught(outputs[:, :CLASSES], labels, given[:, :CLASSES]) + apart
 
         train_epoch(model, optimizer, pairs(), loss)
 
     @torch.no_grad()
-    def _given(self, epoch: int, number: int, images: Tensor) -> Tensor:
+    def _given(self, epoch: int, number: int, images: Tensor, maps: bool) -> Tensor:
         """What the given network says of a batch: the batches of a seed are the same for every method."""
-        if (epoch, number) not in self._taught:
-            self._taught[epoch, number] = in_bfloat16(self._case.model.eval())(images)
-        return self._taught[epoch, number]
+        key = (epoch, number, maps)
+        if key not in self._taught:
+            self._taught[key] = in_bfloat16(_told(self._case.model.eval(), maps))(images)
+        return self._taught[key]
+
+
+def _told(model: nn.Module, maps: bool) -> Callable[[Tensor], Tensor]:
+    """A network that tells its class scores and, if wanted, behind them the energy of its last maps by place."""
+    if not maps:
+        return model
+    assert isinstance(model, ResNet)
+
+    def both(images: Tensor) -> Tensor:
+        last = model.last_maps(images)
+        return torch.cat([model.classify(last), last.square().mean(1).flatten(1)], dim=1)
+
+    return both
 
 
 def _normed(pixels: Tensor) -> Tensor:
@@ -253,7 +273,7 @@ def main() -> None:
             for method in methods:
                 if tuning and METHODS[method].like:
                     continue
-                for rate in METHODS[method].rates if tuning else sorted(set(best_rates(tuned, method))):
+                for rate in METHODS[method].rates if tuning else [best_rate(tuned, method)]:
                     key = {"what": options.what, "seed": seed, "target": target, "method": method, "rate": rate}
                     if record.has(key):
                         continue
@@ -266,13 +286,13 @@ def main() -> None:
                     kept.unlink()
                     print(
                         f"{method}, {100 * row['flops']:.1f} % of the FLOPs, rate {rate:g}, seed {seed}: "
-                        f"{statistics.mean(row['cut']):.2f} %, trained {statistics.mean(row['trained']):.2f} %",
+                        f"{row['cut']:.2f} %, trained {row['trained']:.2f} %",
                         flush=True,
                     )
 
 
-def best_rates(rows: Sequence[Mapping[str, Any]], method: str) -> list[float]:
-    """For each half of the test images the rate that was best on the other.
+def best_rate(rows: Sequence[Mapping[str, Any]], method: str) -> float:
+    """The rate at which a method was best when it was tuned.
 
     Raises:
         SystemExit: It was not tuned.
@@ -282,7 +302,7 @@ def best_rates(rows: Sequence[Mapping[str, Any]], method: str) -> list[float]:
     tuned = {row["rate"]: row["trained"] for row in own if row["target"] == own[0]["target"]}
     if missing := sorted(set(METHODS[method].rates) - set(tuned)):
         raise SystemExit(f"{method} is not tuned at {missing}: `tune` it first")
-    return [max(tuned, key=lambda rate: tuned[rate][other]) for other in (1, 0)]
+    return max(tuned, key=tuned.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -291,8 +311,7 @@ class Runs:
 
     method: str
     target: float
-    rates: Sequence[float]
-    """For each half of the test images."""
+    rate: float
     flops: Sequence[float]
     cut: Sequence[float]
     """Accuracies on all test images, right after the last cut."""
@@ -300,43 +319,31 @@ class Runs:
     """In the end."""
 
 
-def cross_fitted(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> list[Runs]:
-    """Those that are complete, largest target first."""
+def by_method(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> list[Runs]:
+    """The runs at the best rates, largest target first."""
     made = [row for row in rows if row["what"] == "run"]
     found = []
     for target in sorted({row["target"] for row in made}, reverse=True):
         for method in METHODS:
-            own = [row for row in made if row["method"] == method and row["target"] == target]
-            if not own:
+            of_it = [row for row in made if row["method"] == method and row["target"] == target]
+            if not of_it:
                 continue
-            rates = best_rates(tuned, method)
-            seeds: list[list[Mapping[str, Any]]] = []
-            for seed in sorted({row["seed"] for row in own}):
-                at = {row["rate"]: row for row in own if row["seed"] == seed}
-                if set(rates) <= set(at):
-                    seeds.append([at[rate] for rate in rates])
-            if seeds:
-                cut, trained = (
-                    [statistics.mean(row[what][half] for half, row in enumerate(pair)) for pair in seeds]
-                    for what in ("cut", "trained")
-                )
-                found.append(Runs(method, target, rates, [pair[0]["flops"] for pair in seeds], cut, trained))
+            rate = best_rate(tuned, method)
+            if own := [row for row in of_it if row["rate"] == rate]:
+                flops, cut, trained = ([row[what] for row in own] for what in ("flops", "cut", "trained"))
+                found.append(Runs(method, target, rate, flops, cut, trained))
     return found
 
 
 def table(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> str:
     """Methods in rows; right after the cut and after training, mean and deviation over the seeds."""
     lines = [
-        "| method | FLOPs left | rate | right after the cut | after training | seeds |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"| {one.method} | {100 * statistics.mean(one.flops):.1f} % | {one.rate:g} | {_mean(one.cut)} % "
+        f"| {_mean(one.trained)} % | {len(one.trained)} |"
+        for one in by_method(rows, tuned)
     ]
-    for one in cross_fitted(rows, tuned):
-        rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(one.rates))
-        lines.append(
-            f"| {one.method} | {100 * statistics.mean(one.flops):.1f} % | {rates} | {_mean(one.cut)} % "
-            f"| {_mean(one.trained)} % | {len(one.trained)} |"
-        )
-    return "\n".join(lines)
+    head = "| method | FLOPs left | rate | right after the cut | after training | seeds |"
+    return "\n".join([head, "|---|---:|---:|---:|---:|---:|", *lines])
 
 
 def draw(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -344,7 +351,7 @@ def draw(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]], 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
-    made = cross_fitted(rows, tuned)
+    made = by_method(rows, tuned)
     for axes, what, when in zip(
         figure.subplots(1, 2), ("cut", "trained"), ("right after the cut", "after training"), strict=True
     ):

@@ -23,7 +23,7 @@ from rlsprune.app.data import load
 from rlsprune.model.counts import count
 
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-CALIBRATION, BATCH = 2048, 128
+CALIBRATION, BATCH, CLASSES = 2048, 128, 10
 FOLDS, PHOTO_BATCH = 5, 50
 
 
@@ -60,12 +60,22 @@ class ResNet(nn.Module):
             )))  # fmt: skip
             inputs = width
         self.layer1, self.layer2, self.layer3 = stages
-        self.linear = nn.Linear(64, 10)
+        self.linear = nn.Linear(64, CLASSES)
+
+    def last_maps(self, x: Tensor) -> Tensor:
+        """What the last block computes."""
+        x = functional.relu(self.bn1(self.conv1(x)))
+        last: Tensor = self.layer3(self.layer2(self.layer1(x)))
+        return last
+
+    def classify(self, maps: Tensor) -> Tensor:
+        """Class scores."""
+        scores: Tensor = self.linear(maps.mean((2, 3)))
+        return scores
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
-        x = functional.relu(self.bn1(self.conv1(x)))
-        return self.linear(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
+        """Class scores of images."""
+        return self.classify(self.last_maps(x))
 
 
 @dataclass(frozen=True)

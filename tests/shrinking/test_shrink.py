@@ -291,6 +291,15 @@ def test_with_recovery_the_front_goes_down_to_the_target(trained: nn.Module) -> 
     assert not trained.training
 
 
+def test_without_a_ratio_recovery_follows_a_single_cut(trained: nn.Module) -> None:
+    options: dict[str, Any] = {"target": {"params": 0.2}, "valid": batches(1)}
+    closed = rlsprune.shrink(copy.deepcopy(trained), batches(0), **options)
+    shrunk = rlsprune.shrink(trained, batches(0), recovery_epochs=1, **options)
+    assert len(shrunk.front) == 2
+    assert shrunk.chosen.epochs == 1
+    assert (shrunk.chosen.params, shrunk.chosen.score_pruned) == (closed.chosen.params, closed.chosen.score)
+
+
 def test_with_recovery_the_last_network_within_the_drop_comes_back(trained: nn.Module) -> None:
     before = accuracy(trained)
     shrunk = rlsprune.shrink(trained, batches(0), max_drop=2.0, valid=batches(1), ratio=0.6, recovery_epochs=1)
@@ -451,6 +460,7 @@ def test_the_rate_of_recovery_falls_to_zero_in_every_round(trained: nn.Module) -
         score=lambda network: next(scores),
         optimizer=lambda network: Watched(network.parameters(), lr=0.1),
         recovery_epochs=2,
+        ratio=0.3,
     )
     rounds = len(rates) // 32
     assert rounds >= 2

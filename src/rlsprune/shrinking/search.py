@@ -34,6 +34,7 @@ from rlsprune.training.objective import Objective
 
 __all__ = ["shrink"]
 
+_ROUND = 0.3  # of what is left goes in a round of a search with training
 _SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the smallest
 
 
@@ -48,7 +49,7 @@ def shrink(
     score: Score | None = None,
     recovery_epochs: int = 0,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
-    ratio: float = 0.3,
+    ratio: float | None = None,
     ignore: Iterable[str] = (),
     min_channels: int = 1,
     round_to: int | None = None,
@@ -61,8 +62,8 @@ def shrink(
 
     Without recovery epochs it works at once and in closed form, from inputs alone: it removes the channels that change
     the layers' outputs least, and refits every layer, in order, to the given network's outputs. With recovery
-    epochs it works in rounds. Each round removes ``ratio`` of what is left and then trains, at a rate
-    that falls to zero, until the score is back or the epochs are used up.
+    epochs it then trains, at a rate that falls to zero, until the score is back or the epochs are used up. It cuts
+    once, down to the target; with ``max_drop`` or ``ratio`` it cuts in rounds, and trains after each.
 
     Args:
         model: A network trained by anyone, with any optimizer. It is changed in place.
@@ -84,9 +85,10 @@ def shrink(
         score: A function from a network to a number, higher is better; it must not change the network. None: accuracy
             in percent for class labels; without targets, the percentage of inputs whose class is the given network's,
             if its outputs look like class scores; else, and where the network has its own loss, minus the loss.
-        recovery_epochs: At most so many epochs of training after each round; 0 for no training.
+        recovery_epochs: At most so many epochs of training after each cut; 0 for no training.
         optimizer: A function from the network to the optimizer of a round; None for ``RLS(model, lr=0.1)``.
-        ratio: With recovery, the share of the targeted cost that a round removes.
+        ratio: With recovery, the share of the targeted cost that a round removes. None: all down to the target at once,
+            or 0.3 with ``max_drop``.
         ignore: Names of layers that keep all their channels.
         min_channels: How many channels every layer keeps at least.
         round_to: Layers keep a multiple of this many channels. None: 1, or with a target of latency the multiple that
@@ -118,7 +120,7 @@ def shrink(
     refuse_inference_mode("shrink")
     check_argument("max_drop", max_drop, lambda drop: drop is None or drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, is_count(recovery_epochs, 0), "a whole number, at least 0")
-    check_argument("ratio", ratio, lambda share: 0 < share < 1, "above 0 and below 1")
+    check_argument("ratio", ratio, ratio is None or 0 < ratio < 1, "None, or above 0 and below 1")
     for name, count in {"calibration": calibration, "min_channels": min_channels}.items():
         check_argument(name, count, is_count(count), "a whole number, at least 1")
     rounding = round_to is None or is_count(round_to)
@@ -167,7 +169,7 @@ def shrink(
         if recovery_epochs:
             make = optimizer or (lambda network: RLS(network, lr=0.1, process_group=process_group))
             recovery = Recovery(model, given, objective, make, recovery_epochs, tell, ranks)
-            _in_rounds(front, cutter, recovery, goal, ratio)
+            _in_rounds(front, cutter, recovery, goal, ratio or (1.0 if max_drop is None else _ROUND))
         else:
             _at_once(front, cutter, goal, max_drop)
     return Shrunk(model, front.chosen, tuple(front.points))
