@@ -166,7 +166,7 @@ def test_state_of_another_network_is_refused_and_nothing_changes() -> None:
     optimizer = rlsprune.RLS(model)
     train(model, optimizer)
     other = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"layers \['0', '4', '6', 'fallback'\], this optimizer of \['0'\]"):
+    with pytest.raises(ValueError, match=r"layers \['0', '4', '6', 'fallback'\], this optimizer \['0'\]"):
         rlsprune.RLS(other).load_state_dict(optimizer.state_dict())
     wider = make_model()
     wider[4], wider[6] = nn.Linear(64, 30), nn.Linear(30, 3)
@@ -472,6 +472,6 @@ def test_a_layer_resized_by_hand_is_named() -> None:
                 optimizer.step()
                 model.weight.data = cut(model.weight.data).clone()
         before = model.weight.detach().clone()
-        with pytest.raises(RuntimeError, match=r"layer '' was resized: its (P|velocity) is of size .* new optimizer"):
+        with pytest.raises(RuntimeError, match=r"layer '' was resized: its (P|velocity) has size .* new optimizer"):
             optimizer.step()
         assert torch.equal(model.weight, before)

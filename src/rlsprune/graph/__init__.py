@@ -1,4 +1,4 @@
-"""Which channels of a network must go together, and where each of them lies in every layer."""
+"""Groups of the channels of a network that must go together, and their places in every layer."""
 
 from rlsprune.graph.build import find_groups, open_attention_of
 from rlsprune.graph.cuts import Cuts, plan_cuts

@@ -26,14 +26,14 @@ class Candidate:
 
     attention: Attention
     kind: tuple[str, ...]
-    """Alike for attentions that the same code computes."""
+    """Key that is equal for attentions that the same code computes."""
     heads: Group | None
     queries: Group | None
-    """One query head of each key-value head, where several share one."""
+    """Units of one query head of each key-value head, where several share one."""
     keys: Group | None
-    """One dimension of the queries and keys of each head."""
+    """Units of one dimension of the queries and keys of each head."""
     values: Group | None
-    """One dimension of the values of each head."""
+    """Units of one dimension of the values of each head."""
     outer: tuple[HeadSize, ...] = ()
     """Attributes that may be the width of all heads, or that of the attention's input."""
     home: str | None = None
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def dims(self) -> Group | None:
-        """One dimension of queries, keys and values: many networks have one width for all of them."""
+        """Returns the group of one dimension of queries, keys and values: many networks have one width for all."""
         if self.keys is None or self.values is None or self.keys.size != self.values.size:
             return None
         name = f"{self.attention.name}[dims]"
@@ -55,7 +55,7 @@ class Candidate:
         return replace(self.values, name=name, producers=producers, carriers=carriers, products=self.keys.products)
 
     def with_attention(self, **changes: object) -> Candidate:
-        """The same with other attributes to keep true, or another scale."""
+        """Returns the candidate with changes to its attention: other attributes to keep true, or another scale."""
         attention = replace(self.attention, **changes)  # type: ignore[arg-type]
         parts = {
             part: None if group is None else replace(group, attention=attention)
@@ -73,15 +73,15 @@ class Candidate:
 def find_attention(
     model: nn.Module, flow: Flow, seen: Observation, order: Mapping[nn.Module, int], ignore: Collection[str]
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """The attentions of a network.
+    """Finds the attentions of a network.
 
-    A head is what hangs together: inputs of the layer that reads all heads, values that they are made of, and the
-    queries and keys that decide on how much of each.
+    The channels of a head are tied together: inputs of the layer that reads all heads, values that they are made of,
+    and the queries and keys that decide on how much of each.
 
     Args:
         model: The network, in which ``nn.MultiheadAttention`` is open.
-        flow: Where its channels go.
-        seen: What one run showed.
+        flow: Flow of its channels.
+        seen: Observation of one run.
         order: Module → position of its first call.
         ignore: Names of modules that keep all their channels.
 
@@ -126,7 +126,7 @@ class _Maker:
     order: Mapping[nn.Module, int]
 
     def candidate(self) -> Candidate:
-        """Groups of heads, of queries that share a key, and of dimensions inside of heads."""
+        """Makes the groups of heads, of queries that share a key, and of dimensions inside of heads."""
         family, whole = self.family, self.family.units()
         keys, queries = sorted({one.right for one in family.scores}), [one.left for one in family.scores]
         values = self._values_of(whole)
@@ -149,27 +149,27 @@ class _Maker:
         return result
 
     def _heads(self, heads: Sequence[Sequence[int]]) -> Member:
-        """Slots of each head, all of one layer."""
+        """Makes a member of the slots of each head, all of one layer."""
         slots = self.family.flow.slots
         return self._member(slots[heads[0][0]].axis, [[slots[slot].channel for slot in head] for head in heads])
 
     def _biases(self, slot: int) -> list[int]:
-        """Slots of lone parameters that are added to a channel of a layer."""
+        """Returns the slots of lone parameters that are added to a channel of a layer."""
         return self.family.flow.biases.get(slot, [])
 
     def _all(self, axis: Axis) -> list[list[int]]:
-        """All entries of a lone parameter."""
+        """Returns all entries of a lone parameter."""
         module, dim = self.family.flow.lone[axis]
         tensor = {**module._buffers, **module._parameters}[axis[0].rpartition(".")[2]]
         return [[entry] for entry in range(0 if tensor is None else tensor.shape[dim])]
 
     def _parts(self, slot: int) -> list[tuple[Axis, list[int]]]:
-        """A channel of a layer, and what is added to it."""
+        """Returns a channel of a layer, and what is added to it."""
         slots = self.family.flow.slots
         return [(slots[own].axis, [slots[own].channel]) for own in (slot, *self._biases(slot))]
 
     def _values_of(self, heads: Sequence[HeadUnit]) -> list[list[int]]:
-        """The slots of each head's values, ascending: all are of one layer."""
+        """Returns the slots of each head's values, ascending: all are of one layer."""
         slots = self.family.flow.slots
         places = {slots[slot].channel: slot for slot in self.family.values}
         axis = slots[min(self.family.values)].axis
@@ -213,7 +213,7 @@ class _Maker:
         return Group(name, len(units), False, made, carried, read, (), attention, level)
 
     def _place(self, axis: Axis) -> tuple[int, Axis]:
-        """Where in the run its layer works: members of a group come in that order."""
+        """Returns a key by the layer's position in the run: members of a group come in that order."""
         module = self.family.modules.get(axis[0])
         return (len(self.order) if module is None else self.order.get(module, len(self.order))), axis
 
@@ -231,7 +231,7 @@ def _alike(units: Sequence[HeadUnit]) -> bool:
 
 
 def _home(row: HeadUnit, whole: Sequence[HeadUnit]) -> int | None:
-    """Which head a part of it belongs to."""
+    """Returns the number of the head that a part belongs to, or None."""
     for number, unit in enumerate(whole):
         if all(set(channels) <= set(unit.get(axis, ())) for axis, channels in row.items()):
             return number
@@ -239,7 +239,7 @@ def _home(row: HeadUnit, whole: Sequence[HeadUnit]) -> int | None:
 
 
 def _spread(rows: Sequence[HeadUnit], homes: Sequence[int | None]) -> list[HeadUnit]:
-    """Units with one row of each home."""
+    """Makes units with one row of each home."""
     by_home = [[row for row, own in zip(rows, homes, strict=True) if own == home] for home in dict.fromkeys(homes)]
     return [
         _unit([(axis, channels) for row in together for axis, channels in row.items()])
@@ -255,7 +255,7 @@ def _unit(parts: Iterable[tuple[Axis, Sequence[int]]]) -> HeadUnit:
 
 
 def _merged(members: Sequence[Member]) -> tuple[Member, ...]:
-    """Those of one side of one layer as one."""
+    """Merges the members of one side of one layer."""
     found: dict[Axis, Member] = {}
     for member in members:
         if member.axis in found:

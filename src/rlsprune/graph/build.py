@@ -1,4 +1,4 @@
-"""From a network and an example of its input to the groups of channels that can be removed from it."""
+"""Finds the groups of channels that can be removed from a network, given an example of its input."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from rlsprune.model.modes import plain_attention, preserved
 
 
 def find_groups(model: nn.Module, example_inputs: ExampleInputs, ignore: Iterable[str] = ()) -> ChannelGraph:
-    """Find which channels of a network must go together, and verify by experiment that they can go.
+    """Finds which channels of a network must go together, and verifies by experiment that they can go.
 
     The network runs a few times in evaluation mode and is left exactly as it was.
 
     Args:
         model: The network itself, not a parallel or compiled wrapper of it.
-        example_inputs: What it is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        example_inputs: Inputs of a call: a tensor, a tuple of arguments or a dict of keyword arguments.
         ignore: Names of modules that keep all the channels they make (a container's name: all modules in it), or
             ``input`` to keep the input features.
 
@@ -80,7 +80,7 @@ def open_attention_of(graph: ChannelGraph) -> None:
 def _attention(
     model: nn.Module, call: Call, labelling: Labelling, seen: Observation, ignored: set[str], trial: CutTrial
 ) -> tuple[list[Group], dict[str, str]]:
-    """The groups of every attention, if there is any, and name → reason of what cannot go from them."""
+    """Returns the groups of every attention, if there is any, and name → reason of what cannot go from them."""
     if not labelling.multiplies:
         return [], {}
     candidates, unattended = find_attention(model, follow_channels(model, call), seen, labelling.order, ignored)
@@ -91,7 +91,7 @@ def _attention(
 def _beside(
     heads: Sequence[Group], drafts: Sequence[Group], skipped: Mapping[str, str]
 ) -> tuple[list[Group], dict[str, str]]:
-    """Groups, and reasons to leave layers alone, of what is no part of a head."""
+    """Returns the groups, and the reasons to leave layers alone, of what is no part of a head."""
     taken = {member.axis for group in heads for member in group.producers + group.carriers}
     left = [
         replace(group, fitted=_homes_behind(group, heads))
@@ -103,7 +103,7 @@ def _beside(
 
 
 def _homes_behind(group: Group, heads: Sequence[Group]) -> tuple[str, ...]:
-    """Fitted modules of the attentions that read these channels: the width of their input shrinks too."""
+    """Returns the fitted modules of attentions that read these channels: the width of their input shrinks too."""
     read = {member.name for member in group.consumers}
     attentions = [head.attention for head in heads if head.attention is not None and head.attention.fitted is not None]
     return tuple(sorted({str(one.fitted) for one in attentions if read & {member.name for member in one.members}}))
@@ -115,7 +115,7 @@ def _in_order(groups: Sequence[Group], order: Mapping[nn.Module, int]) -> list[G
 
 
 def _run(model: nn.Module, call: Call) -> tuple[Call, Labelling, Observation]:
-    """Run the network once, on the first two of a batch of many if that works, and see where channels go."""
+    """Runs the network once, on the first two of a batch of many if that works, and sees where channels go."""
     for example in (call.of_few(), call):
         labelling = Labelling(model)
         try:
@@ -145,11 +145,11 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def module_names(ignore: Iterable[str]) -> tuple[str, ...]:
-    """What ``ignore`` names, however it is given.
+    """Returns the names in ``ignore``.
 
     Raises:
-        ValueError: It is a single name.
-        TypeError: It holds no names.
+        ValueError: ``ignore`` is a single name.
+        TypeError: It holds something other than names.
     """
     if isinstance(ignore, str):
         raise ValueError(f"ignore must be a collection of module names, got the string {ignore!r}: write [{ignore!r}]")
@@ -174,7 +174,7 @@ def _expand(model: nn.Module, ignore: Iterable[str]) -> set[str]:
 
 
 def _input_groups(model: nn.Module, seen: Observation, ignore: set[str]) -> tuple[list[Group], dict[str, str]]:
-    """A group for each input tensor whose features only linear layers read."""
+    """Makes a group for each input tensor whose features only linear layers read; gives reasons for the others."""
     names = {module: name for name, module in model.named_modules()}
     groups: list[Group] = []
     skipped: dict[str, str] = {}

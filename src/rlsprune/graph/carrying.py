@@ -14,7 +14,7 @@ __all__ = ["carried", "halved", "layer_normalised", "normalised", "pointwise", "
 
 
 def pointwise(operation: FunctionCall) -> Labelled:
-    """Tensors of broadcastable shapes, entry by entry."""
+    """Carries the channels of tensors of broadcastable shapes, entry by entry."""
     tensors = [value for value in operation.arguments.values() if isinstance(value, Tensor)]
     if operation.name == "copy" and not operation.labels_of(tensors[0]).fields:
         raise UnknownFunctionError
@@ -23,13 +23,13 @@ def pointwise(operation: FunctionCall) -> Labelled:
 
 
 def carried(operation: FunctionCall, operands: Sequence[tuple[Tensor, Labelled]]) -> Labelled:
-    """Operands of broadcastable shapes, entry by entry."""
+    """Carries the channels of operands of broadcastable shapes, entry by entry."""
     by_operand = [[stretched(labels, operation.shape) for labels in known.fields] for _, known in operands]
     weight = all(known.weight for _, known in operands if known.fields)
     active = {dim for (_, known), fields in zip(operands, by_operand, strict=True) if not known.weight
               for labels in fields for dim in varying(labels)}  # fmt: skip
     if not weight and active:
-        # Of a table by itself only the dimension that meets channels counts.
+        # Of a lone table only the dimension that meets channels counts.
         by_operand = [
             fields if not known.weight else [labels for labels in fields if set(varying(labels)) & active]
             for (_, known), fields in zip(operands, by_operand, strict=True)
@@ -54,7 +54,7 @@ def _uniform(tensor: Tensor, dims: Sequence[int]) -> bool:
 
 
 def normalised(operation: FunctionCall) -> Labelled:
-    """Batch norm and group norm: a vector for each of scale, shift and statistics, along the second dimension."""
+    """Carries channels through batch and group norm: scale, shift and statistics lie along the second dimension."""
     x = operation["input"]
     operands = [(x, operation.labels_of(x))]
     known = operation.norm if operation.norm is not None and len(operation.norm) == x.shape[1] else None
@@ -76,7 +76,7 @@ def normalised(operation: FunctionCall) -> Labelled:
 
 
 def halved(operation: FunctionCall) -> Labelled:
-    """A gated linear unit: one half gates the other."""
+    """Ties the halves of a gated linear unit: one gates the other."""
     dim = operation["dim"]
     fields = []
     for labels in operation.labels_of(operation["self"]).fields:
@@ -89,7 +89,7 @@ def halved(operation: FunctionCall) -> Labelled:
 
 
 def within(operation: FunctionCall) -> Labelled:
-    """Sums, means, softmax and the like: entries along some dimensions become one, or depend on each other."""
+    """Follows sums, means, softmax and the like: entries along some dimensions become one, or depend on each other."""
     tensor = operation["self"] if "self" in operation.arguments else operation["input"]
     given = operation["dim"]
     dims = range(tensor.ndim) if given is None or given == [] else [given] if isinstance(given, int) else given
@@ -97,14 +97,14 @@ def within(operation: FunctionCall) -> Labelled:
 
 
 def spatial(operation: FunctionCall) -> Labelled:
-    """Pooling, interpolation, padding with copies: within the last dimensions."""
+    """Follows pooling, interpolation and padding with copies, which work within the last dimensions."""
     tensor = operation["self"] if "self" in operation.arguments else operation["input"]
     count = next((int(digit) for digit in "123" if f"{digit}d" in operation.name), 2)
     return _mixed(operation, tensor, range(tensor.ndim - count, tensor.ndim))
 
 
 def layer_normalised(operation: FunctionCall) -> Labelled:
-    """Layer norm and RMS norm, over the last dimensions."""
+    """Follows layer norm and RMS norm, over the last dimensions."""
     tensor = operation["input"]
     count = len(operation["normalized_shape"])
     made = _mixed(operation, tensor, range(tensor.ndim - count, tensor.ndim), "normalises over the whole width")
@@ -124,7 +124,7 @@ def _mixed(operation: FunctionCall, tensor: Tensor, dims: Sequence[int], how: st
             continue
         flat = collapsed(operation.slots, labels, dims)
         for dim in sorted(dims, reverse=True):
-            # Without the dimension if the function drops it.
+            # The dimension goes if the function drops it.
             flat = flat.select(dim, 0) if len(operation.shape) < tensor.ndim else flat.narrow(dim, 0, 1)
         fields.append(flat.expand(operation.shape))
     return Labelled(fields, known.weight)

@@ -1,4 +1,4 @@
-"""Matrix products of what layers make: scores of attention, and what they weigh."""
+"""Matrix products of layers' outputs: the scores of attention, and the values that they weigh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Contraction:
-    """What was multiplied and summed up to make one score: of one head."""
+    """The channels that were multiplied and summed up to make one score of one head."""
 
     left: tuple[int, ...]
     """Slots of the queries, ascending."""
@@ -47,13 +47,13 @@ class Products:
     contractions: list[Contraction] = field(default_factory=list)
 
     def of_matrices(self, left: Tensor, right: Tensor) -> Tensor:
-        """Labels of ``left @ right``, from theirs."""
+        """Returns the labels of ``left @ right``, from theirs."""
         places = is_constant(left, -1) and (self._are_scores(left) or is_constant(right, -2))
         if places and not self._are_mixed_heads(left, right):
-            # What is summed over is no channels but places, tokens say: the left side says how much of each.
+            # The sum goes over places, tokens say, not over channels: the left side says how much of each.
             weights = self.labels.each(left[..., :1], self.labels.as_scores)
             return self.labels.elementwise(weights, self.labels.joined_along(right, -2))
-        # Positions may turn some of the tokens and not others: what any of them is made of counts.
+        # Positions may turn some of the tokens and not others: all channels that any of them is made of count.
         rows, columns = self.labels.joined_along(left, -2), self.labels.joined_along(right, -1)
         rows, columns = broadcast(rows[..., 0, :], columns[..., :, 0])
         both = torch.stack([rows, columns], -1).reshape(-1, 2 * rows.shape[-1])
@@ -62,7 +62,7 @@ class Products:
         return found[back].view(*rows.shape[:-1], 1, 1).expand(*rows.shape[:-1], left.shape[-2], right.shape[-1])
 
     def of_einsum(self, equation: str, left: Tensor, right: Tensor) -> Tensor:
-        """Labels of ``torch.einsum`` of two tensors, as a product of matrices."""
+        """Returns the labels of ``torch.einsum`` of two tensors, as a product of matrices."""
         given, _, made = equation.replace(" ", "").partition("->")
         one, two = given.split(",")
         if not made or "." in equation or any(len(set(part)) < len(part) for part in (one, two)):
@@ -72,7 +72,7 @@ class Products:
         rows, columns = ([letter for letter in part if letter not in other] for part, other in ((one, two), (two, one)))
         if not inner or not set(rows + columns) <= set(made):
             raise ValueError(f"{equation} is not known as a product")
-        # Along a letter of its own that does not tell channels apart lie the rows, or columns; heads along others.
+        # Rows, or columns, lie along a letter of their own that does not tell channels apart; heads along others.
         rows = [letter for letter in rows if is_constant(left, one.index(letter))][-1:]
         columns = [letter for letter in columns if is_constant(right, two.index(letter))][-1:]
         outer = [letter for letter in made if letter not in rows + columns]
@@ -100,7 +100,7 @@ class Products:
         return all(not label.scores and len(self._layers_of([label])) > 1 for side in sides for label in side)
 
     def _contract(self, head: list[int]) -> int:
-        """The label of a score, from those of the entries that meet: of a query and of a key, in turns."""
+        """Returns the label of a score, from those of the entries that meet: of a query and of a key, in turns."""
         if EVERYTHING in head:
             return EVERYTHING
         queries, keys = [self.labels[number] for number in head[::2]], [self.labels[number] for number in head[1::2]]
@@ -114,13 +114,13 @@ class Products:
         return self.labels.of((), rest.union(*(label.direct for label in queries + keys)))
 
     def _layers_of(self, labels: list[Label]) -> list[int]:
-        """The slots of layers, without those of lone parameters that scale them, say."""
+        """Returns the slots of layers, without those of lone parameters that scale them, say."""
         direct = frozenset[int]().union(*(label.direct for label in labels))
         return sorted(slot for slot in direct if self.slots[slot].axis not in self.lone) or sorted(direct)
 
 
 def merged_contractions(seen: Sequence[Contraction]) -> list[Contraction]:
-    """One of each head: its pairs are known if they were the same every time, for all tokens say."""
+    """Returns one per head: its pairs are known if they were the same every time, for all tokens say."""
     pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], set[tuple[tuple[int, int], ...] | None]] = {}
     for one in seen:
         pairs.setdefault((one.left, one.right), set()).add(one.pairs)

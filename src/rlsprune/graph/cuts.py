@@ -1,4 +1,4 @@
-"""What removing units means for every tensor and attribute of a network, by name and without doing it."""
+"""Plans the removal of units: what it means for every tensor and attribute of a network, by name."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Cuts:
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     """Name of a module → attribute → its value after the cut."""
     factors: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
-    """Name of a parameter → dimension, and what its entries along it that stay are multiplied by."""
+    """Name of a parameter → dimension, and factors of the entries along it that stay."""
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """Name of a layer that loses outputs → those of its output channels that stay."""
+        """Returns name of a layer that loses outputs → those of its output channels that stay."""
         return {name: stay.nonzero().flatten() for (name, side), stay in self.stay.items() if side in ("out", "both")}
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """What becomes of a parameter or buffer."""
+        """Returns a parameter or buffer after the cut."""
         result = cut(tensor, self.tensors[name])
         if name in self.factors:
             dim, factors = self.factors[name]
@@ -48,7 +48,7 @@ class Cuts:
 
 
 def plan_cuts(removed: Sequence[tuple[Group, Tensor | Sequence[int]]]) -> Cuts:
-    """Plan the removal of units of one or more groups, all numbered as they are now.
+    """Plans the removal of units of one or more groups, all numbered as they are now.
 
     Args:
         removed: Pairs of a group and its units that go.
@@ -77,9 +77,9 @@ def plan_cuts(removed: Sequence[tuple[Group, Tensor | Sequence[int]]]) -> Cuts:
 
 
 def cut(tensor: Tensor, dims: dict[int, Tensor]) -> Tensor:
-    """A new tensor with only the given indices along the given dimensions, in the memory format of the old.
+    """Returns a new tensor with only the given indices along the given dimensions, in the memory format of the old.
 
-    Of a ``DTensor`` all parts are gathered, and the result is divided again.
+    The parts of a ``DTensor`` are gathered, and the result is divided again.
     """
     if is_sharded(tensor):
         return placed_like(tensor, cut(whole(tensor), dims))
@@ -96,7 +96,7 @@ def _channels(member: Member) -> int:
 
 
 def _lone_parameter(member: Member) -> Tensor:
-    """The parameter, or buffer, that stands by itself."""
+    """Returns the parameter, or buffer, that stands by itself."""
     parameter = {**member.module._buffers, **member.module._parameters}[member.name.rpartition(".")[2]]
     assert parameter is not None
     return parameter
@@ -111,7 +111,7 @@ def _cut_member(cuts: Cuts, member: Member, keep: Tensor) -> None:
     for slab in axis.slabs:
         tensor = tensors.get(slab.tensor)
         if tensor is not None:
-            # Every group of a grouped convolution keeps the same offsets: those of the first say it all.
+            # Every group of a grouped convolution keeps the same offsets, so those of the first are enough.
             size = axis.size // slab.groups if slab.groups > 1 else tensor.shape[slab.dim]
             _cut_tensor(cuts, join(member.name, slab.tensor), tensor, slab.dim, slab.entries(keep, size))
     values = {name: len(keep) // divisor for name, divisor in axis.attributes.items()}

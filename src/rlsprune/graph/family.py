@@ -1,4 +1,4 @@
-"""What one run showed of one attention: its scores, the layers that read its heads, and what hangs together."""
+"""One attention as one run showed it: its scores, the layers that read its heads, and what is tied together."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rlsprune.model.sizes import HEAD_SIZES, head_sizes
 __all__ = ["Family", "HeadUnit", "find_families"]
 
 HeadUnit = dict[Axis, list[int]]
-"""Channels that hang together: side of a layer → which of its channels, ascending."""
+"""Channels that are tied together: side of a layer → its channels, ascending."""
 _Node = int | tuple[Axis, int]
 """A slot, or an input of a layer that reads heads."""
 
 
 def find_families(flow: Flow, modules: Mapping[str, nn.Module]) -> Iterator[Family]:
-    """One for the queries of one layer and the keys of one layer; without readers where no layer reads their heads."""
+    """Yields a family for each pair of a query and a key layer; without readers where no layer reads their heads."""
 
     def layers(one: Contraction) -> tuple[Axis, Axis]:
         return flow.slots[one.left[0]].axis, flow.slots[one.right[0]].axis
@@ -45,13 +45,13 @@ class Family:
     scores: list[Contraction]
     modules: Mapping[str, nn.Module]
     trouble: str | None = None
-    """Why its heads have to stay."""
+    """Reason why its heads have to stay."""
     common: set[int] = field(default_factory=set)
     """Slots that all heads use alike."""
     values: set[int] = field(default_factory=set)
     """Slots of the layer that makes the values."""
     readers: dict[Axis, list[int]] = field(default_factory=dict)
-    """Inputs of layers → the label of each, of those layers that read these heads and nothing else."""
+    """Inputs of the layers that read these heads and nothing else → the label of each."""
 
     def __post_init__(self) -> None:
         queries = {slot for one in self.scores for slot in one.left}
@@ -97,7 +97,7 @@ class Family:
     # --- what hangs together ------------------------------------------------------------------------------------------
 
     def names(self) -> Iterator[str]:
-        """That of the module that has the layers of queries and keys, and others if it has several attentions."""
+        """Yields the name of the module that has the query and key layers, and others if it has several attentions."""
         queries, keys = (self.flow.slots[side[0]].axis[0] for side in (self.scores[0].left, self.scores[0].right))
         if queries != keys:
             yield common_module({queries, keys}) or min(queries, keys)
@@ -106,7 +106,7 @@ class Family:
         yield from (queries, keys, f"{queries} and {keys}")
 
     def kept(self, ignore: Collection[str]) -> str | None:
-        """Why all heads stay although they could go."""
+        """Returns why all heads stay although they could go, or None."""
         names = {slot_axis[0] for slot_axis in self.axes()}
         named = sorted(names & set(ignore))
         if named or self.name in ignore:
@@ -117,14 +117,14 @@ class Family:
         return None
 
     def axes(self) -> set[Axis]:
-        """Sides of layers, and lone parameters, that its heads are made of."""
+        """Returns the sides of layers, and lone parameters, that its heads are made of."""
         numbers = {number for numbers in self.readers.values() for number in numbers}
         labels = [self.flow.labels[number] for number in numbers]
         sets = {part for label in labels for part in label}  # all inputs of one head have the same scores behind them
         return {self.flow.slots[slot].axis for slot in set[int]().union(*sets) - self.common}
 
     def units(self, without: Collection[int] = ()) -> list[HeadUnit]:
-        """Sets of channels that hang together, if it were not for some slots: axis → channels, ascending."""
+        """Returns the sets of channels that are tied together, leaving out some slots: axis → channels, ascending."""
         parent: dict[_Node, _Node] = {}
 
         def find(node: _Node) -> _Node:
@@ -140,7 +140,7 @@ class Family:
             for channel, number in enumerate(numbers):
                 label = self.flow.labels[number]
                 scores = sorted(label.scores - kept)
-                # Behind all inputs of one head are the same scores: they are tied once.
+                # All inputs of one head have the same scores behind them: they are tied once.
                 more = scores[:1] if label.scores in tied else scores
                 tied.add(label.scores)
                 for slot in (*more, *(label.direct - kept)):
@@ -158,23 +158,23 @@ class Family:
     # --- attributes ---------------------------------------------------------------------------------------------------
 
     def kind(self) -> tuple[str, ...]:
-        """Alike for attentions that the same code computes."""
+        """Returns a key that is equal for attentions that the same code computes."""
         return tuple(sorted({type(self.modules[name]).__qualname__ for name in self._around()}))
 
     def home(self) -> str | None:
-        """The innermost module that the attention is computed in, if it knows how many heads it has."""
+        """Returns the innermost module that the attention is computed in, if it knows how many heads it has."""
         name = common_module(self._layers())
         module = self.modules.get(name)
         known = module is not None and not isinstance(module, nn.MultiheadAttention) and head_sizes(module)
         return name if known else None
 
     def _layers(self) -> set[str]:
-        """Names of the layers that make queries and keys, and that read heads."""
+        """Returns the names of the layers that make queries and keys, and that read heads."""
         slots = [slot for one in self.scores for slot in (one.left[0], one.right[0])]
         return {self.flow.slots[slot].axis[0] for slot in slots} | {axis[0] for axis in self.readers}
 
     def _around(self) -> list[str]:
-        """Names of the modules that the attention is computed in."""
+        """Returns the names of the modules that the attention is computed in."""
         layers = self._layers()
         top = common_module(layers)
         found = {
@@ -186,7 +186,7 @@ class Family:
         return sorted(name for name in found if name in self.modules)
 
     def sizes(self, counts: Mapping[str, int]) -> tuple[tuple[HeadSize, ...], tuple[HeadSize, ...]]:
-        """Attributes that state sizes of this attention: those that surely do, and those that may."""
+        """Returns attributes that state sizes of this attention: those that surely do, and those that may."""
         inner: list[HeadSize] = []
         outer: list[HeadSize] = []
         for name in self._around():
@@ -203,6 +203,6 @@ class Family:
 
 
 def _ancestors(name: str) -> list[str]:
-    """The module itself and all that it is in."""
+    """Returns the names of a module and of all that it is in."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]

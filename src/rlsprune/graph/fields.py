@@ -1,4 +1,4 @@
-"""Which channel each entry of a tensor belongs to.
+"""Fields, which tell for each entry of a tensor the channel that it belongs to.
 
 A *field* is an integer tensor of the shape of the tensor it describes: the number of a channel for each entry, −1 for
 none. Where it does not vary it is stretched (stride 0), so that moving it costs next to nothing. Functions that move
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Labelled:
-    """What is known of one tensor."""
+    """The fields of one tensor."""
 
     fields: list[Tensor] = field(default_factory=list)
     weight: bool = False
@@ -40,20 +40,20 @@ class Labelled:
 
 
 def varying(labels: Tensor) -> tuple[int, ...]:
-    """Dimensions along which a field varies."""
+    """Returns the dimensions along which a field varies."""
     return tuple(
         dim for dim, (size, step) in enumerate(zip(labels.shape, labels.stride(), strict=True)) if size > 1 and step
     )
 
 
 def compact(labels: Tensor) -> Tensor:
-    """The field with size 1 along dimensions in which it does not vary."""
+    """Returns the field with size 1 along dimensions in which it does not vary."""
     dims = varying(labels)
     return labels[tuple(slice(None) if dim in dims else slice(0, 1) for dim in range(labels.ndim))]
 
 
 def tidy(labels: Tensor) -> Tensor:
-    """Stretched wherever it does not vary."""
+    """Returns the field stretched wherever it does not vary."""
     small = compact(labels)
     for dim, size in enumerate(small.shape):
         first = small.narrow(dim, 0, 1)
@@ -63,29 +63,29 @@ def tidy(labels: Tensor) -> Tensor:
 
 
 def stretched(labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Broadcast to a shape, as torch broadcasts operands."""
+    """Broadcasts a field to a shape, as torch broadcasts operands."""
     small = compact(labels)
     return small.reshape((1,) * (len(shape) - small.ndim) + small.shape).expand(shape)
 
 
 def resized(labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Stretched to another size where it does not vary."""
+    """Stretches a field to another size where it does not vary."""
     return compact(labels).expand(shape)
 
 
 def placed(entries: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
-    """A field that varies along one dimension."""
+    """Makes a field that varies along one dimension."""
     return entries.view([-1 if place == dim else 1 for place in range(len(shape))]).expand(shape)
 
 
 def aligned(fields: Sequence[Tensor]) -> list[Tensor]:
-    """Fields of sizes that are equal or 1, stretched to the same shape."""
+    """Stretches fields, of sizes that are equal or 1, to the same shape."""
     shape = [max(sizes) for sizes in zip(*(labels.shape for labels in fields), strict=True)]
     return [labels.expand(shape) for labels in fields]
 
 
 def collapsed(slots: Slots, labels: Tensor, dims: Iterable[int]) -> Tensor:
-    """Constant along some dimensions, by tying what differs there; of the same shape."""
+    """Makes a field constant along some dimensions by tying what differs there; its shape stays."""
     first = labels
     for dim in set(dims) & set(varying(labels)):
         first = first.narrow(dim, 0, 1)
@@ -95,13 +95,13 @@ def collapsed(slots: Slots, labels: Tensor, dims: Iterable[int]) -> Tensor:
 
 
 def vector(slots: Slots, labels: Tensor, dim: int) -> Tensor:
-    """The channels along one dimension, tied along all others."""
+    """Returns the channels along one dimension, tied along all others."""
     flat = collapsed(slots, labels, (other for other in range(labels.ndim) if other != dim))
     return flat.movedim(dim, -1).reshape(-1, labels.shape[dim])[0]
 
 
 def merged(slots: Slots, fields: Iterable[Tensor]) -> list[Tensor]:
-    """Fields of one shape; those that vary along a common dimension become one, and what meets there is tied."""
+    """Merges fields of one shape: those that vary along a common dimension become one, and what meets there is tied."""
     result: list[Tensor] = []
     for labels in fields:
         joined = labels

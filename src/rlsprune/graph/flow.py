@@ -1,8 +1,8 @@
 """One run of the network in which every entry of every tensor knows the channels that it was made from.
 
 A function that moves entries moves their labels; one that computes entry by entry joins them; a linear or convolution
-layer reads the labels of its inputs and gives its outputs new ones. Of a product of two such tensors, as of queries and
-keys, it is remembered which channels were multiplied.
+layer reads the labels of its inputs and gives its outputs new ones. For a product of two such tensors, as of queries
+and keys, the channels that were multiplied are recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BIASED_PRODUCTS = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm}
 
 @dataclass
 class Flow:
-    """What a run showed."""
+    """The findings of a run."""
 
     labels: LabelSets
     slots: list[Slot]
@@ -54,13 +54,13 @@ class Flow:
 
     @cached_property
     def weighed(self) -> dict[Axis, set[frozenset[int]]]:
-        """The inputs of a layer → the channels behind the scores of each: the same for all inputs of one head."""
+        """Returns inputs of a layer → the channels behind the scores of each: the same for all inputs of one head."""
         return {axis: {self.labels[number].scores for number in set(read)} for axis, read in self.reads.items()}
 
 
 @without_collector()
 def follow_channels(model: nn.Module, call: Call) -> Flow:
-    """Runs the network once, in the mode it is in. If it does not run again, nothing is known of its attention."""
+    """Runs the network once, in the mode it is in. If the run fails, nothing is known of its attention."""
     watch = _Watch(model)
     try:
         with torch.no_grad(), watch:
@@ -87,14 +87,14 @@ class _Watch(TorchFunctionMode):
             if parameter is not None
         }
         self._turned = {own: found for own, found in self._owners.items() if is_transposed_linear(found[1])}
-        """Weights as (inputs, outputs): of layers that keep them so, and of others, turned."""
+        """Weights as (inputs, outputs): those of layers that keep them so, and transposed ones of others."""
         # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     # --- labels of tensors --------------------------------------------------------------------------------------------
 
     def _of(self, tensor: Tensor) -> Tensor:
-        """The labels of a tensor; a parameter gets its own when it is first used."""
+        """Returns the labels of a tensor; a parameter gets its own when it is first used."""
         if id(tensor) not in self._known:
             labels = self._of_parameter(tensor) if id(tensor) in self._owners else _zeros(tensor)
             self._known[id(tensor)] = (tensor, labels)
@@ -208,7 +208,7 @@ class _Watch(TorchFunctionMode):
     # --- layers and products ------------------------------------------------------------------------------------------
 
     def _layer(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor | None:
-        """A linear layer or a convolution: reads the labels of its inputs, gives its outputs those of its weight."""
+        """Follows a linear layer or a convolution: reads the labels of its inputs, gives its outputs its weight's."""
         name, module, own = self._owners.get(id(weight), ("", None, ""))
         if module is not None and own == "weight" and "in" in sides(module):
             place = -1 - len(module.kernel_size) if isinstance(module, _ConvNd) else -1
@@ -260,7 +260,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _beside_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Vectors that are no parameters but stand beside some of their length, as the bias of BEiT's keys does."""
+    """Returns buffers that are vectors as long as parameters beside them, as the bias of BEiT's keys is."""
     lengths = {len(own) for own in module._parameters.values() if own is not None and own.dim() == 1}
     return [
         (name, buffer)
@@ -270,7 +270,7 @@ def _beside_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _head_dim(parameter: Tensor, module: nn.Module) -> int:
-    """The dimension of a lone parameter that heads may lie along, if any do: a table has a column for each."""
+    """Returns the dimension of a lone parameter that heads may lie along: a table has a column for each."""
     counts = {size for name, size in head_sizes(module).items() if name in HEAD_SIZES["heads"]}
     alike = [place for place, size in enumerate(parameter.shape) if size in counts]
     wide = [place for place, size in enumerate(parameter.shape) if size > 1]

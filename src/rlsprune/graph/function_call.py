@@ -24,12 +24,12 @@ class FunctionCall:
     """One call of a function of torch."""
 
     name: str
-    """Without overload, and without the underscore of functions that work in place."""
+    """Name without overload, and without the underscore of functions that work in place."""
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: dict[str, Any]
-    """By their names in the function's schema, defaults included."""
+    """Arguments by their names in the function's schema, including defaults."""
     results: list[Tensor]
     where: str
     """The module that makes the call."""
@@ -42,17 +42,17 @@ class FunctionCall:
     norm: Tensor | None
     """The channels of the normalisation that makes the call, if it is one."""
     obstacle: Callable[[], str | None]
-    """Why the layer that makes the call cannot be cut, if it is one of a known kind."""
+    """Reason why the layer that makes the call cannot be cut, if it is one of a known kind."""
 
     def __getitem__(self, argument: str) -> Any:
         return self.arguments.get(argument)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the first result."""
+        """Returns the shape of the first result."""
         return self.results[0].shape
 
     def keep(self, fields: Iterable[Tensor], why: str) -> None:
-        """The channels of these fields have to stay."""
+        """Marks the channels of these fields, which have to stay."""
         for labels in fields:
             self.slots.keep(compact(labels), f"{self.where} {why}")

@@ -1,4 +1,4 @@
-"""What functions of torch do to the entries of tensors, by their names."""
+"""Names of torch's functions, by what they do to the entries of tensors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ELEMENTWISE = set(
     prelu exp2 sign
     """.split()  # noqa: SIM905
 )
-CASTS = {"to", "type", "type_as"}  # to what another tensor is
+CASTS = {"to", "type", "type_as"}  # to the dtype or device of another tensor
 MIXING = {"softmax", "log_softmax", "cumsum", "layer_norm", "rms_norm", "normalize", "_safe_softmax"}
 FILLING = set("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split())  # noqa: SIM905
 REDUCING = {"mean", "sum", "amax", "amin", "var", "std", "norm", "logsumexp", "vector_norm"}
 
 
 def bare_name(func: Callable[..., Any]) -> str:
-    """The name of a function, method or property, the same for its in-place and reflected forms."""
+    """Returns the name of a function, method or property, the same for its in-place and reflected forms."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "")
@@ -45,7 +45,7 @@ def bare_name(func: Callable[..., Any]) -> str:
 
 
 def mixed_dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[int]:
-    """Which dimensions a function mixes."""
+    """Returns the dimensions that a function mixes."""
     if name in ("layer_norm", "rms_norm"):
         shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
         return list(range(-len(shape), 0))

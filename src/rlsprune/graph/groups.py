@@ -1,4 +1,4 @@
-"""Groups of channels that must go together, and how they move when some of them went."""
+"""Groups of channels that must go together, renumbered when some of them went."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class Group:
     products: tuple[tuple[Member, Member], ...] = ()
     """Dimensions of queries and keys: they are read by each other. Channels in the same place of both meet."""
     attention: Attention | None = None
-    """What the units are a part of: heads, or dimensions in all heads."""
+    """Attention of which the units are a part: heads, or dimensions in all heads."""
     level: int = 0
-    """Of two groups that share channels, as heads and the dimensions inside of them do, the outer one is lower."""
+    """Depth among groups that share channels: lower for heads than for the dimensions inside of them."""
     fitted: tuple[str, ...] = ()
-    """Modules that read the units and whose code writes the width of its input where that of its heads stands."""
+    """Modules that read the units and whose code uses the width of its input as that of its heads."""
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Producers, carriers and consumers."""
+        """Returns producers, carriers and consumers."""
         return self.producers + self.carriers + self.consumers
 
     @cached_property
     def axes(self) -> frozenset[Axis]:
-        """The axes of all members, and of the queries, keys and values of its attention."""
+        """Returns the axes of all members, and of the queries, keys and values of its attention."""
         attention = () if self.attention is None else self.attention.members
         return frozenset(member.axis for member in (*self.members, *attention))
 
@@ -72,7 +72,7 @@ class Group:
 class ChannelGraph:
     """All groups of a network, in the order in which it runs, the groups of its inputs first.
 
-    Groups are immutable: ``shrink`` puts new ones in place of the old, so to undo it is to assign the old ``groups``.
+    Groups are immutable: ``shrink`` puts new ones in place of the old, so assigning the old ``groups`` undoes it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChannelGraph:
     ) -> None:
         self.groups = tuple(groups)
         self.skipped = dict(skipped)
-        """Name of what was left alone → why."""
+        """Name of what was left alone → reason."""
         self.uncalled = dict(uncalled or {})
         """Module → names, in it, of layers that read heads in its functions, without being called."""
 
@@ -100,7 +100,7 @@ class ChannelGraph:
         raise KeyError(f"no group {name!r}; there are {', '.join(group.name for group in self.groups) or 'none'}")
 
     def moved_to(self, modules: Mapping[nn.Module, nn.Module]) -> ChannelGraph:
-        """The same groups of a network of the same structure, whose modules stand in the places of these."""
+        """Returns the same groups of a network of the same structure, whose modules stand in the places of these."""
 
         def moved(member: Member) -> Member:
             reads = None if member.reads is None else modules[member.reads]
@@ -114,12 +114,12 @@ class ChannelGraph:
         return ChannelGraph([of(group) for group in self.groups], self.skipped, uncalled)
 
     def shrink(self, cuts: Cuts) -> None:
-        """Renumber every group after a plan was carried out; without running the network again."""
+        """Renumbers every group after a plan was carried out, without running the network again."""
         self.groups = tuple(_renumber(group, cuts.units.get(group.name), cuts.stay) for group in self.groups)
 
 
 def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
-    """Units as a sorted index tensor without repeats, on the CPU.
+    """Returns units as a sorted index tensor without repeats, on the CPU.
 
     Raises:
         ValueError: if a unit does not exist, or none would be left.
@@ -133,7 +133,7 @@ def unit_index(group: Group, units: Tensor | Sequence[int]) -> Tensor:
 
 
 def _renumber(group: Group, units: Tensor | None, stay: Mapping[Axis, Tensor]) -> Group:
-    """The group without some units, its channels where they are now."""
+    """Returns the group without some units, with its channels where they are now."""
     if units is None and group.axes.isdisjoint(stay):
         return group
     keep = torch.arange(group.size) if units is None else complement(group.size, units)
@@ -147,7 +147,7 @@ def _renumber(group: Group, units: Tensor | None, stay: Mapping[Axis, Tensor]) -
 
 
 def _met(queries: Member, keys: Member, stay: Mapping[Axis, Tensor]) -> tuple[Member, Member]:
-    """What meets of queries and keys: where several queries share a key, those that go leave it alone."""
+    """Returns the queries and keys that meet: where several queries share a key, those that go leave it alone."""
     if queries.axis not in stay:
         return queries, keys
     left = stay[queries.axis][queries.index]

@@ -1,4 +1,4 @@
-"""One attention: where its heads lie in the layers that make them, and the attributes that say how many there are."""
+"""One attention: the places of its heads in the layers that make them, and the attributes that say their number."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ class HeadSize:
     module: str
     attribute: str
     role: str
-    """Which of `Attention.counts` it is."""
+    """Key of its value in `Attention.counts`."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The shape that all groups of one attention cut together: heads, and dimensions inside of them."""
+    """The heads of one attention and the dimensions inside of them, which all its groups cut."""
 
     name: str
     queries: Member
-    """With the channels of each head: (heads × width)."""
+    """Queries, with the channels of each head: (heads × width)."""
     keys: Member
-    """Fewer heads, where several queries share one."""
+    """Keys, of fewer heads where several queries share one."""
     values: Member
     sizes: tuple[HeadSize, ...]
     rescaled: Rescaled = None
-    """Whether the code divides scores by the root of a width that changes, so that queries are scaled to undo that: the
-    head's that is left, or that of the attention's input over the number of heads that are left."""
+    """Width by whose root the code divides scores, if it changes: queries are scaled to undo that. It is the width left
+    of a head, or that of the attention's input over the number of heads left."""
     fitted: str | None = None
-    """The module whose code writes the width of its input where that of its heads stands."""
+    """The module whose code uses the width of its input as that of its heads."""
     biases: tuple[Member, ...] = ()
-    """Parameters by themselves that are added to the queries: entries in the order of theirs."""
+    """Lone parameters that are added to the queries, with entries in the order of theirs."""
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """What its heads are made of."""
+        """Returns the members that its heads are made of."""
         return (self.queries, self.keys, self.values, *self.biases)
 
     def counts(self, stay: Mapping[Axis, Tensor]) -> dict[str, int]:
-        """Sizes of what stays."""
+        """Returns the sizes of what stays."""
         heads, head_dim = _left(self.queries, stay)
         kv_heads, _ = _left(self.keys, stay)
         _, value_dim = _left(self.values, stay)
@@ -71,7 +71,7 @@ class Attention:
         }
 
     def attributes(self, stay: Mapping[Axis, Tensor]) -> dict[str, dict[str, int]]:
-        """Name of a module → attribute → what it has to be then."""
+        """Returns name of a module → attribute → its value for what stays."""
         counts = self.counts(stay)
         found: dict[str, dict[str, int]] = {}
         for size in self.sizes:
@@ -81,7 +81,7 @@ class Attention:
         return found
 
     def factors(self, stay: Mapping[Axis, Tensor]) -> dict[str, tuple[int, Tensor]]:
-        """Name of a tensor → dimension, and what its entries along it that stay are multiplied by."""
+        """Returns name of a tensor → dimension, and factors of the entries along it that stay."""
         width, left = self._divisor({}), self._divisor(stay)
         if left == width:
             return {}
@@ -100,7 +100,7 @@ class Attention:
         return found
 
     def _divisor(self, stay: Mapping[Axis, Tensor]) -> int:
-        """By the root of which the code divides the scores, as far as that changes."""
+        """Returns the number by whose root the code divides the scores, as far as that changes."""
         counts, module = self.counts(stay), self.queries.module
         if self.rescaled == "head_dim":
             return counts["head_dim"]
@@ -109,11 +109,11 @@ class Attention:
         return 1
 
     def renumbered(self, stay: Mapping[Axis, Tensor]) -> Attention:
-        """After that."""
+        """Returns the attention after the cut, with its channels renumbered."""
         return self.each_member(lambda member: renumbered(member, stay))
 
     def each_member(self, change: Callable[[Member], Member]) -> Attention:
-        """With other queries, keys and values."""
+        """Returns the attention with all its members changed."""
         return replace(
             self,
             queries=change(self.queries),
@@ -124,7 +124,7 @@ class Attention:
 
 
 def renumbered(member: Member, stay: Mapping[Axis, Tensor]) -> Member:
-    """A member without the channels that went, the others numbered as they are now; units that lost all go."""
+    """Returns a member without the channels that went, the others numbered as they are now; empty units go."""
     if member.axis not in stay:
         return member
     kept = stay[member.axis]
@@ -135,7 +135,7 @@ def renumbered(member: Member, stay: Mapping[Axis, Tensor]) -> Member:
 
 
 def _left(member: Member, stay: Mapping[Axis, Tensor]) -> tuple[int, int]:
-    """Heads that are left, and how wide each is."""
+    """Returns the number of heads that are left, and the width of each."""
     if member.axis not in stay:
         return member.index.shape[0], member.index.shape[1]
     each = stay[member.axis][member.index].sum(1)

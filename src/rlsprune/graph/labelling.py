@@ -34,9 +34,9 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.slots = Slots()
         self.order: dict[nn.Module, int] = {}
-        """Module → when it was first called, or a parameter of it used."""
+        """Module → position of its first call, or of the first use of its parameters."""
         self.multiplies = False
-        """Whether what layers make was multiplied with each other, as attention does."""
+        """Whether outputs of layers were multiplied with each other, as in attention."""
         self._names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
         # The tensors are kept as well as their ids, or a later tensor could get the id of a freed one.
         self._known: dict[int, tuple[Tensor, Labelled]] = {}
@@ -45,7 +45,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lone_from = 0
         self._within: list[nn.Module] = []
         self._whole: nn.Module | None = None
-        """What runs and is followed as a whole, and not function by function."""
+        """Running module that is followed as a whole, and not function by function."""
         self._number_layers(model)
         self.slots.tie_inside_layers()
         self._number_lone_parameters(model)
@@ -91,7 +91,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Within it, what the model runs is followed."""
+        """Follows the channels through what the model runs in the block."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self._within.append(module)
@@ -114,7 +114,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def finish(self, output: Any) -> None:
-        """What the network returns keeps its channels."""
+        """Keeps the channels that reach the network's output, and makes the last ties."""
         for tensor in output_tensors(output):
             for labels in self._labels_of(tensor).fields:
                 self.slots.keep(compact(labels), "its channels reach the network's output")
@@ -137,7 +137,7 @@ class Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _follow_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """What each expert makes inside is read by the same expert; what goes in stays."""
+        """Ties what each expert makes inside to what it reads inside; the channels that go in stay."""
         name = self._names[module]
         self.slots.tie_all(self.slots.numbers((name, "out", None)), self.slots.numbers((name, "in", None)))
         for tensor in tensors_in(args):
@@ -211,7 +211,7 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 
 def _obstacle(model: nn.Module, name: str) -> str | None:
-    """Why a parameter that makes up the weight of a layer cannot be cut."""
+    """Returns why a parameter that makes up the weight of a layer cannot be cut, or None."""
     layer_name = name.partition(".parametrizations.")[0] if ".parametrizations." in f"{name}." else name
     layer = model.get_submodule(layer_name)
     why = unprunable(layer) if sides(layer) else None

@@ -1,4 +1,4 @@
-"""Which channels the entries of a tensor were made from: a tensor of labels of the same shape, and what they mean."""
+"""Labels of the entries of a tensor, in a tensor of the same shape, and the channels that each stands for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_SCORES = 4096
 
 
 class Label(NamedTuple):
-    """What one entry was made from."""
+    """The channels that one entry was made from."""
 
     direct: frozenset[int]
     """Channels whose values it is made of, one by one."""
@@ -42,11 +42,11 @@ class LabelSets:
 
     @staticmethod
     def of_channels(first: int, count: int) -> Tensor:
-        """The numbers of the labels of single channels."""
+        """Returns the numbers of the labels of single channels."""
         return -1 - torch.arange(first, first + count)
 
     def of(self, direct: Iterable[int], scores: Iterable[int] = ()) -> int:
-        """The number of a label."""
+        """Returns the number of a label."""
         label = Label(frozenset(direct), frozenset(scores))
         if len(label.direct) == 1 and not label.scores:
             return -1 - next(iter(label.direct))
@@ -58,7 +58,7 @@ class LabelSets:
         return number
 
     def join(self, numbers: Iterable[int]) -> int:
-        """The label of an entry that is made from entries with these."""
+        """Returns the label of an entry that is made from entries with these."""
         parts = sorted(set(numbers) - {NOTHING})
         if not parts:
             return NOTHING
@@ -71,7 +71,7 @@ class LabelSets:
         return self.of(direct, frozenset[int]().union(*(label.scores for label in labels)))
 
     def _pair(self, one: int, other: int) -> int:
-        """The label of an entry that is made from two: nearly all are joined so."""
+        """Returns the label of an entry that is made from two, as nearly all are."""
         if one == other or other == NOTHING:
             return one
         if one == NOTHING:
@@ -85,12 +85,12 @@ class LabelSets:
         return found
 
     def as_scores(self, number: int) -> int:
-        """The same channels, which only decide on how much."""
+        """Returns the label of the same channels as scores, which only decide on how much."""
         label = self[number]
         return number if number == EVERYTHING else self.of((), label.direct | label.scores)
 
     def joined_along(self, labels: Tensor, dim: int) -> Tensor:
-        """Labels after an operation that mixes the entries along a dimension, which then has one entry."""
+        """Returns labels after an operation that mixes the entries along a dimension, which then has one entry."""
         if labels.shape[dim] == 0:
             return labels.sum(dim, keepdim=True)
         if is_constant(labels, dim):
@@ -102,7 +102,7 @@ class LabelSets:
         return joined[back].view(shape).unsqueeze(dim).expand(labels.narrow(dim, 0, 1).shape)
 
     def elementwise(self, *labels: Tensor) -> Tensor:
-        """Labels of a result that is computed entry by entry from tensors that broadcast."""
+        """Returns labels of a result that is computed entry by entry from tensors that broadcast."""
         parts = broadcast(*labels)
         result = parts[0]
         for part in parts[1:]:
@@ -133,7 +133,7 @@ class LabelSets:
 
 
 def broadcast(*labels: Tensor) -> list[Tensor]:
-    """Tensors of one shape."""
+    """Broadcasts tensors to one shape."""
     shape = torch.broadcast_shapes(*(own.shape for own in labels))  # type: ignore[no-untyped-call]
     return [own.expand(shape) for own in labels]
 

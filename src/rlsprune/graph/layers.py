@@ -1,4 +1,4 @@
-"""Where the channels of each kind of layer lie: tensors, dimensions and attributes."""
+"""The places of the channels in each kind of layer: tensors, dimensions and attributes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Slab:
     tensor: str
     dim: int
     groups: int = 1
-    """How many channels share an entry of ``dim``: a grouped convolution stores only ``channels / groups`` entries."""
+    """Number of channels per entry of ``dim``: a grouped convolution stores only ``channels / groups`` entries."""
     offset: int = 0
-    """The channel that its first entry is: queries, keys and values may have a tensor each."""
+    """Channel of its first entry: queries, keys and values may have a tensor each."""
     repeats: int = 1
-    """How many entries each channel has, a block of all channels after the other: the gates of a recurrent layer."""
+    """Number of entries of each channel, one block of all channels after the other: the gates of a recurrent layer."""
 
     def entries(self, channels: Tensor, size: int) -> Tensor:
-        """Which of its entries, of so many, these channels are; those of other tensors left out."""
+        """Returns the entries, of ``size`` in all, that belong to these channels; leaves out those of other tensors."""
         if self.offset == 0 and self.repeats == 1 and (not len(channels) or int(channels.max()) < size):
             return channels
         span = size // self.repeats
@@ -41,7 +41,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class ModuleAxis:
-    """One side of a layer: how many channels, and what shrinks with them."""
+    """One side of a layer: its number of channels, and what shrinks with them."""
 
     size: int
     slabs: tuple[Slab, ...]
@@ -57,7 +57,7 @@ def is_depthwise(module: nn.Module) -> bool:
 
 
 def sides(module: nn.Module) -> tuple[Side, ...]:
-    """The sides on which channels of this layer can be removed; empty for a kind of layer that is left alone."""
+    """Returns the sides on which channels of this layer can be removed; none for a kind of layer that is left alone."""
     if is_depthwise(module) or isinstance(module, _NormBase | nn.GroupNorm):
         return ("both",)
     if isinstance(module, nn.Linear | _ConvNd) or is_transposed_linear(module) or is_experts(module):
@@ -71,7 +71,7 @@ def sides(module: nn.Module) -> tuple[Side, ...]:
 
 
 def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
-    """Describe one side of a layer.
+    """Describes one side of a layer.
 
     Raises:
         ValueError: if the layer has no channels on that side that could be removed.
@@ -110,7 +110,7 @@ def axis_of(module: nn.Module, side: Side) -> ModuleAxis:
 
 
 def _attention_axis(module: nn.MultiheadAttention) -> ModuleAxis:
-    """Queries of all heads, then keys, then values."""
+    """Describes the queries of all heads, then keys, then values."""
     width, values = module.num_heads * module.head_dim, module.num_heads * value_dim(module)
     parts = [("q_proj_weight", 0, 0), ("k_proj_weight", 0, width), ("v_proj_weight", 0, 2 * width)]
     parts += [("in_proj_weight", 0, 0), ("in_proj_bias", 0, 0), ("bias_k", 2, width), ("bias_v", 2, 2 * width)]
@@ -118,7 +118,7 @@ def _attention_axis(module: nn.MultiheadAttention) -> ModuleAxis:
 
 
 def _recurrent_axis(module: nn.RNNBase, side: Side) -> ModuleAxis:
-    """What the first layer reads, or the states of all layers and both directions, which are equally many."""
+    """Describes what the first layer reads, or the states of all layers and directions, which are equally many."""
     ways = [("", 0)] + ([("_reverse", module.hidden_size)] if module.bidirectional else [])
     if side == "in":
         reading = tuple(Slab(f"weight_ih_l0{way}", 1) for way, _ in ways)
@@ -136,7 +136,7 @@ def _recurrent_axis(module: nn.RNNBase, side: Side) -> ModuleAxis:
 
 
 def _experts_axis(module: nn.Module, side: Side) -> ModuleAxis:
-    """The inner widths of all experts, which are one: gates, then what they gate, and what reads it."""
+    """Describes the inner width, one for all experts: gates, then what they gate, and the weights that read it."""
     size = module.down_proj.shape[2]  # type: ignore[index]
     assert isinstance(size, int)
     # Kernels of grouped products want rows of whole 16 bytes, in half precision too.
@@ -161,7 +161,7 @@ def _conv_axis(module: _ConvNd, side: Side) -> ModuleAxis:
 
 
 def unprunable(module: nn.Module) -> str | None:
-    """Why the tensors of this layer cannot be cut although its kind can; None if they can."""
+    """Returns why the tensors of this layer cannot be cut although its kind can; None if they can."""
     own_sides = ("out",) if isinstance(module, nn.MultiheadAttention) else sides(module)
     if not own_sides or (isinstance(module, nn.RNNBase) and module.proj_size):
         return None
@@ -177,5 +177,5 @@ def unprunable(module: nn.Module) -> str | None:
 
 
 def join(*parts: str) -> str:
-    """A dotted name; the root module's own name is empty."""
+    """Joins parts to a dotted name; the root module's own name is empty."""
     return ".".join(part for part in parts if part)

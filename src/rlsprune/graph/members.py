@@ -15,7 +15,7 @@ Axis = tuple[str, Side]
 
 @dataclass(frozen=True)
 class Member:
-    """One side of one layer, and which of its channels belong to which unit of the group."""
+    """One side of one layer, with the channels that belong to each unit of the group."""
 
     name: str
     """The name of the module in ``model.named_modules()``, or of a parameter that stands by itself."""
@@ -25,11 +25,11 @@ class Member:
     index: Tensor
     """(units × k): the channels on that side that belong to each unit, ascending."""
     dim: int | None = None
-    """For a parameter that stands by itself, the dimension along which its channels lie."""
+    """Dimension along which the channels of a parameter that stands by itself lie; None for a layer."""
     reads: nn.Module | None = None
     """The module whose output the layer is called with, where that is known."""
 
     @property
     def axis(self) -> Axis:
-        """What the index counts along: members of different groups can share it, as after a concatenation."""
+        """Returns what the index counts along: members of different groups can share it, as after a concatenation."""
         return self.name, self.side

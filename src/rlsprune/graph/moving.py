@@ -28,7 +28,7 @@ MOVES = {
 
 
 def moved(operation: FunctionCall) -> list[Labelled]:
-    """The function itself, applied to the numbers of the channels."""
+    """Applies the function itself to the numbers of the channels."""
     source = operation["self"] if "self" in operation.arguments else operation["input"]
     known = operation.labels_of(source)
     by_result: list[list[Tensor]] = [[] for _ in operation.results]
@@ -73,7 +73,7 @@ def _grid(slots: Slots, labels: Tensor) -> None:
 
 
 def joined(operation: FunctionCall) -> Labelled:
-    """Tensors one after the other: the channels of each along that dimension, and what they share along others."""
+    """Joins tensors one after the other: channels of each along that dimension, and those they share along others."""
     tensors = [tensor for tensor in operation["tensors"] if tensor.numel()]
     dim = operation["dim"] or 0
     known = [operation.labels_of(tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""One run of the network: in which order its layers work, how often, and where its raw input goes."""
+"""One run of the network: the order and number of its layers' calls, and the readers of its raw input."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _SAME_FEATURES = {
 
 @dataclass
 class Call:
-    """How to call the network on the example inputs."""
+    """A call of the network on the example inputs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, example_inputs: ExampleInputs) -> Call:
-        """A tensor is the only argument, a tuple or list the arguments, a mapping the keyword arguments."""
+        """Makes a call of one tensor, of a tuple or list of arguments, or of a mapping of keyword arguments."""
         return cls(*as_call(example_inputs))
 
     def of_few(self) -> Call:
-        """The same with the first two of a batch of more; itself if it has no more, or no batch dimension is seen."""
+        """Returns the call with the first two of its batch; itself if it has no more, or no batch dimension is seen."""
         given = (self.args, self.kwargs)
         sizes = {len(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.ndim}
         if len(sizes) != 1 or max(sizes) <= 2:
@@ -44,7 +44,7 @@ class Call:
         return Call(*tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) and leaf.ndim else leaf, given))
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Every floating-point tensor among the arguments: ``input`` if it is the sole argument, or ``input[key]``."""
+        """Returns the arguments' floating-point tensors: ``input`` if it is the sole argument, or ``input[key]``."""
         items = [*enumerate(self.args), *self.kwargs.items()]
         found = {f"input[{key}]": x for key, x in items if isinstance(x, Tensor) and x.is_floating_point()}
         return {"input": next(iter(found.values()))} if len(items) == 1 and found else found
@@ -52,33 +52,33 @@ class Call:
 
 @dataclass
 class RawInput:
-    """Where one input tensor went."""
+    """The readers of one input tensor."""
 
     readers: list[nn.Linear] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    """Whatever else it went to."""
+    """Names of everything else that it went to."""
 
 
 @dataclass
 class Observation:
-    """What one run showed."""
+    """The findings of one run."""
 
     calls: dict[nn.Module, int]
     sources: dict[nn.Module, nn.Module]
-    """Module → the module whose output it was first called with, where that is one."""
+    """Module → the module whose output it was first called with, if there is one."""
     inputs: dict[str, RawInput]
 
 
 def observe(model: nn.Module, call: Call, following: AbstractContextManager[None]) -> tuple[Observation, Any]:
-    """Run the network once and watch.
+    """Runs the network once and watches it.
 
     Args:
         model: The network.
-        call: How to call it.
-        following: What else watches the run.
+        call: Call of the network.
+        following: Another watcher of the run.
 
     Returns:
-        What was seen, and what the network returned.
+        The observation, and the network's output.
 
     Raises:
         ValueError: if the network cannot run on these inputs.
@@ -118,7 +118,7 @@ def observe(model: nn.Module, call: Call, following: AbstractContextManager[None
 def hooked(
     modules: Iterable[nn.Module], before: Callable[..., Any], after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """A forward pre-hook on these modules, and a forward hook if one is given, for a while."""
+    """Registers a forward pre-hook on these modules, and a forward hook if one is given, for the block."""
     handles: list[RemovableHandle] = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(before))
@@ -142,7 +142,7 @@ class _RawInputs(TorchFunctionMode):
         self._linear = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, nn.Linear)}
 
     def note(self, tensor: Tensor, reader: str) -> None:
-        """Record that this tensor, if it is raw input, goes to something other than a linear layer."""
+        """Records that this tensor, if it is raw input, goes to something other than a linear layer."""
         if id(tensor) in self._raw:
             self.seen[self._raw[id(tensor)][0]].others.append(reader)
 
@@ -174,7 +174,7 @@ class _RawInputs(TorchFunctionMode):
 
 def _keeps_features(name: str, tensor: Tensor, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "index_select":
-        # How a network that has already lost inputs picks those it kept.
+        # A network that has already lost inputs picks those it kept with this.
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         return dim in (-1, tensor.ndim - 1)
     # The features must stay one dimension: that of the tensor, or of the flattened image.

@@ -20,7 +20,7 @@ _ROOM = 1 << 28
 
 
 class Parts:
-    """The modules of a network, and what each was first called with."""
+    """The modules of a network, and the arguments of each one's first call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -29,7 +29,7 @@ class Parts:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within it, the network runs once."""
+        """Records the modules' arguments in the block, in which the network runs once."""
         self._calls.clear()
         room = _ROOM
 
@@ -52,7 +52,7 @@ class Parts:
                 handle.remove()
 
     def around(self, groups: Sequence[Group]) -> nn.Module | None:
-        """The innermost module that was called and has all that these groups change; None if that is most of them."""
+        """Returns the innermost called module with all that these groups change; None if it has most modules."""
         names = {member.name for group in groups for member in group.members}
         names |= {member.name for group in groups if group.attention for member in group.attention.members}
         names |= {name for group in groups if group.attention for name in group.attention.attributes({})}
@@ -66,14 +66,14 @@ class Parts:
         return module if 2 * self._sizes[module] < len(self._modules) else None
 
     def call_of(self, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What it was called with, as new tensors: the module may write to them."""
+        """Returns the arguments of a module's call, as new tensors: the module may write to them."""
         memo: dict[int, Any] = {id(own): own for own in self._modules.values()}
         args, kwargs = copy.deepcopy(self._calls[module], memo)
         return args, kwargs
 
 
 def common_module(names: Sequence[str] | set[str]) -> str:
-    """The name of the innermost module that has all of these in it."""
+    """Returns the name of the innermost module that has all of these in it."""
     paths = [name.split(".") for name in names]
     shared = []
     for parts in zip(*paths, strict=False):

@@ -1,4 +1,4 @@
-"""The layers that read units: their inputs changed for a while, and those that are not called."""
+"""The layers that read units: ways to change their inputs for a while, and to find those that are not called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["at_readers", "uncalled_in_homes", "uncalled_readers", "without_chann
 def at_readers(
     chosen: Sequence[tuple[Group, Tensor]], change: Callable[[nn.Module, Tensor, Tensor], Tensor]
 ) -> Iterator[None]:
-    """The network with the inputs of the layers that read these units changed."""
+    """Changes the inputs of the layers that read these units, inside the block."""
     columns: dict[nn.Module, list[Tensor]] = {}
     for group, units in chosen:
         for member in group.consumers:
@@ -38,17 +38,17 @@ def at_readers(
 
 
 def zero_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
-    """The input of a linear or convolutional layer with some of its channels zeroed."""
+    """Returns the input of a linear or convolutional layer with some of its channels zeroed."""
     return zeroed(tensor, _channel_dim(module), channels)
 
 
 def zeroed(tensor: Tensor, dim: int, entries: Tensor) -> Tensor:
-    """A tensor with some entries along a dimension zeroed."""
+    """Returns a tensor with some entries along a dimension zeroed."""
     return tensor.index_fill(dim, entries.to(tensor.device), 0)
 
 
 def without_channels(module: nn.Module, tensor: Tensor, channels: Tensor) -> Tensor:
-    """The input of a linear or convolutional layer without some of its channels."""
+    """Returns the input of a linear or convolutional layer without some of its channels."""
     dim = _channel_dim(module)
     return tensor.index_select(dim, complement(tensor.shape[dim], channels.to(tensor.device)))
 
@@ -59,7 +59,7 @@ def _channel_dim(module: nn.Module) -> int:
 
 
 def uncalled_readers(group: Group, uncalled: Collection[nn.Module]) -> list[Member]:
-    """Readers that are not called with the units: in a module that can be made to call them, and experts."""
+    """Returns readers that are not called with the units: those in a module that can be made to call them; experts."""
     home = None if group.attention is None else group.attention.fitted
     if home is None:
         return [member for member in group.consumers if is_experts(member.module)]
@@ -73,7 +73,7 @@ def uncalled_readers(group: Group, uncalled: Collection[nn.Module]) -> list[Memb
 def uncalled_in_homes(
     groups: Sequence[Group], uncalled: Collection[nn.Module], modules: Callable[[str], nn.Module]
 ) -> dict[nn.Module, list[str]]:
-    """Module → names, in it, of layers that read heads in its functions, without being called."""
+    """Returns module → names, in it, of layers that read heads in its functions, without being called."""
     found: dict[nn.Module, list[str]] = {}
     for group in groups:
         home = None if group.attention is None else group.attention.fitted

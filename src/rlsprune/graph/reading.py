@@ -14,7 +14,7 @@ __all__ = ["attention", "convolved", "looked_up", "product"]
 
 
 def product(operation: FunctionCall) -> Labelled:
-    """A matrix product: what lies along the dimension that is summed over is read, the rest is carried."""
+    """Follows a matrix product: channels along the dimension that is summed over are read, the rest are carried."""
     one, two, shift = _factors(operation)
     left, right = operation.labels_of(one), operation.labels_of(two)
     inner = max(two.ndim - 2, 0)
@@ -72,7 +72,7 @@ def _read(
 
 
 def convolved(operation: FunctionCall) -> Labelled:
-    """A convolution: its filters read channels along the second dimension, and make others."""
+    """Follows a convolution: its filters read channels along the second dimension, and make others."""
     x, weight, bias = operation["input"], operation["weight"], operation["bias"]
     known, kernel = operation.labels_of(x), operation.labels_of(weight)
     slots, spatial = operation.slots, set(range(2, x.ndim))
@@ -103,14 +103,14 @@ def convolved(operation: FunctionCall) -> Labelled:
 
 
 def looked_up(operation: FunctionCall) -> Labelled:
-    """Rows of an embedding."""
+    """Follows the lookup of rows of an embedding."""
     fields = [labels for labels in operation.labels_of(operation["weight"]).fields if 1 in varying(labels)]
     last = len(operation.shape) - 1
     return Labelled([placed(vector(operation.slots, labels, 1), last, operation.shape) for labels in fields])
 
 
 def attention(operation: FunctionCall) -> Labelled:
-    """Softmax(q kᵀ) v, fused: the result has the channels of v."""
+    """Follows softmax(q kᵀ) v, fused: the result has the channels of v."""
     known = [operation.labels_of(operation[name]) for name in ("query", "key", "value")]
     operation.keep([labels for each in known for labels in each.fields], "is attention")
     value = operation["value"]

@@ -1,4 +1,4 @@
-"""Recurrent layers as a whole: what they read, the states that they make, and those that they begin with."""
+"""Recurrent layers as a whole: their inputs, the states that they make, and those that they begin with."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def follow_recurrent(
     directions are equally many: the same of each go together.
 
     Args:
-        module: LSTM, GRU or plain.
-        name: Of the module.
-        args: What it was called with.
-        output: What it returned.
-        slots: Where channels are tied.
-        labels_of: What is known of a tensor.
+        module: LSTM, GRU or plain RNN.
+        name: Name of the module.
+        args: Arguments of its call.
+        output: Output of its call.
+        slots: Slots, in which channels are tied.
+        labels_of: Function that returns the labels of a tensor.
 
     Returns:
         The tensors that it made, and their channels.
@@ -66,7 +66,7 @@ def follow_recurrent(
 
 
 def _tie(slots: Slots, fields: list[Tensor], own: Tensor, why: str) -> None:
-    """What lies along the last dimension is the layer's own; anything else has to stay."""
+    """Ties the channels along the last dimension to the layer's own; all others have to stay."""
     merged(slots, [*fields, own])
     for labels in fields:
         if labels.ndim - 1 not in varying(labels):

@@ -1,4 +1,4 @@
-"""What each function of torch does to channels: it moves them, carries them, reads them, or mixes them."""
+"""Rules for each function of torch, which moves channels, carries them, reads them, or mixes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["apply_rule"]
 
 
 def apply_rule(operation: FunctionCall) -> list[Labelled]:
-    """The labels of the function's results.
+    """Returns the labels of the function's results.
 
     Raises:
         UnknownFunctionError: No rule is known.
@@ -35,7 +35,7 @@ def apply_rule(operation: FunctionCall) -> list[Labelled]:
         return [attention(operation)]
     tensors = [value for value in operation.arguments.values() if isinstance(value, Tensor)]
     if [tensor.shape for tensor in tensors] == [result.shape for result in operation.results]:
-        # Of one tensor one like it: channel by channel, as the verification will show.
+        # A function from one tensor to one like it works channel by channel, as the verification will show.
         return [operation.labels_of(tensors[0])]
     raise UnknownFunctionError
 

@@ -1,6 +1,6 @@
-"""What can go from each attention: tried out on the first of those that the same code computes, by itself.
+"""Chooses what can go from each attention, by trials on the first of those that the same code computes, by itself.
 
-What is chosen is proved afterwards, on the whole network.
+The choice is proved afterwards, on the whole network.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def settle_attention(candidates: Sequence[Candidate], trial: CutTrial) -> tuple[
 
 
 class _Choice:
-    """What was found out about one attention, for all that are alike."""
+    """The findings about one attention, for all that are alike."""
 
     def __init__(self, candidate: Candidate, trial: CutTrial) -> None:
         self._fitted = self._outer = False
@@ -58,7 +58,7 @@ class _Choice:
                 self._parts = [part for part in self._parts if part not in ("keys", "values")]
 
     def _try(self, candidate: Candidate, part: str, trial: CutTrial, fitted: bool) -> None:
-        """Tries to do without a unit, with the attributes that may have to change and the scale as it may be."""
+        """Tries to remove a unit, with each choice of the attributes that may have to change and of the scale."""
         if part in self._parts or getattr(candidate, part) is None or (part in _INSIDE and "dims" in self._parts):
             return
         outer = (self._outer, True) if candidate.outer and not self._outer else (self._outer,)
@@ -76,7 +76,7 @@ class _Choice:
             self._failed.setdefault(part, fault.why)
 
     def of(self, candidate: Candidate) -> tuple[list[Group], dict[str, str]]:
-        """Groups, and name → reason, of an attention."""
+        """Returns the groups of an attention, and name → reason of what cannot go."""
         candidate = _with(candidate, self._fitted, self._outer, self._rescaled)
         groups = [group for part in self._parts if (group := getattr(candidate, part)) is not None]
         parts = (

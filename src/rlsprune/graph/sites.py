@@ -1,4 +1,4 @@
-"""What happens to each layer's output: the batch norms, the sum and the clipping that it goes through at once."""
+"""The batch norms, the sum and the clipping that each layer's output goes through at once."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Site:
     layer: str
     """Name of the module."""
     call: int
-    """0 for its first call in a forward, or for the first call of any layer with the same weight."""
+    """Number of the call: 0 for the first in a forward of any layer with the same weight."""
     norms: tuple[str, ...]
-    """Names of the batch norms that its output goes through at once, and nothing else reads it."""
+    """Names of the batch norms that its output goes through at once, if nothing else reads it."""
     sums: bool
-    """Whether what comes out of them is added to something of the same shape, which is known then."""
+    """Whether their result is added to something of the same shape, which is known then."""
     low: float
-    """What the result is clipped to, as by a ReLU; −∞ if not."""
+    """Lower bound that the result is clipped to, as by a ReLU; −∞ if it is not."""
     high: float
     shared: bool
     """Whether other calls use the weight too, or another layer has it or the bias."""
     size: int
     """Entries of its input and its output, for one input of the network."""
     layer_norm: str | None = None
-    """Name of the layer norm that the result goes into, and nothing else reads it."""
+    """Name of the layer norm that the result goes into, if nothing else reads it."""
 
     @property
     def key(self) -> tuple[str, int]:
-        """Tells the calls of one forward apart."""
+        """Returns a key that tells the calls of one forward apart."""
         return self.layer, self.call
 
 
@@ -106,7 +106,7 @@ def find_sites(model: nn.Module, example_inputs: ExampleInputs) -> dict[tuple[st
 
 
 def layer_names(model: nn.Module) -> dict[int, str]:
-    """Id of a weight → the first module that has it as a plain parameter."""
+    """Returns id of a weight → the first module that has it as a plain parameter."""
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -116,7 +116,7 @@ def layer_names(model: nn.Module) -> dict[int, str]:
 
 
 def norm_of(model: nn.Module) -> dict[int, str]:
-    """Id of a running mean → the batch norm that has it."""
+    """Returns id of a running mean → the batch norm that has it."""
     return {
         id(module.running_mean): name
         for name, module in model.named_modules()
@@ -142,12 +142,12 @@ def keeps_rows(function: Callable[..., Any], args: tuple[Any, ...], result: obje
 
 
 def add_as(function: Callable[..., Any], target: Tensor, result: Tensor) -> Tensor:
-    """What a sum gives: the result, written to the first summand where the function works in place."""
+    """Returns the result of a sum, written to the first summand where the function works in place."""
     return target.copy_(result) if function in _IN_PLACE else result
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Names of the modules that share a parameter with another module."""
+    """Returns the names of the modules that share a parameter with another module."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -157,7 +157,7 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 class _Trace(TorchFunctionMode):
-    """Puts down what every function reads and makes. A tensor that is changed in place is a new node."""
+    """Records what every function reads and makes. A tensor that is changed in place is a new node."""
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         super().__init__()
@@ -172,14 +172,14 @@ class _Trace(TorchFunctionMode):
         self._count = 0
 
     def layer_norm(self, operation: _Operation | None) -> str | None:
-        """The module of a call of a layer norm."""
+        """Returns the name of the module of a call, if it is a layer norm."""
         if operation is None or operation.function is not F.layer_norm:
             return None
         weight = _argument(operation.args, operation.kwargs, 2, "weight", None)
         return self._layers.get(id(weight)) if weight is not None else None
 
     def node(self, tensor: Tensor) -> int:
-        """The number of a tensor as it is now."""
+        """Returns the number of a tensor as it is now."""
         if id(tensor) not in self._nodes:
             self._renew(tensor)
         return self._nodes[id(tensor)]
@@ -216,7 +216,7 @@ class _Trace(TorchFunctionMode):
 
 
 def _follow(trace: _Trace, operation: _Operation, call: int, shared: bool) -> tuple[Site, _Operation | None]:
-    """The site of a layer's call, and the sum that its output goes into."""
+    """Returns the site of a layer's call, and the sum that its output goes into."""
     assert operation.layer is not None
     node, adding, reshaped = operation.makes, None, False
     norms: list[str] = []

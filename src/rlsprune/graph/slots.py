@@ -1,4 +1,4 @@
-"""Every channel of every layer, numbered, and which of them must go together."""
+"""Numbers of all channels of all layers, and the sets of those that must go together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Slots:
     owner: dict[Place, nn.Module] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     trouble: dict[int, str] = field(default_factory=dict)
-    """Slot → why it has to stay."""
+    """Slot → reason why it has to stay."""
     grids: list[Tensor] = field(default_factory=list)
     """Channels that were laid out as rows and columns, and have to stay a rectangle."""
 
     def add(self, place: Place, size: int, module: nn.Module) -> Tensor:
-        """Number the channels of a place, once; returns their numbers."""
+        """Numbers the channels of a place, once, and returns their numbers."""
         if place not in self.start:
             self.start[place] = len(self.parent)
             self.sizes[place] = size
@@ -36,23 +36,23 @@ class Slots:
         return self.numbers(place)
 
     def numbers(self, place: Place) -> Tensor:
-        """The slots of a place, in order."""
+        """Returns the slots of a place, in order."""
         return torch.arange(self.start[place], self.start[place] + self.sizes[place])
 
     def find(self, slot: int) -> int:
-        """The representative of the set that this slot is in."""
+        """Returns the representative of the set that this slot is in."""
         while self.parent[slot] != slot:
             self.parent[slot] = self.parent[self.parent[slot]]
             slot = self.parent[slot]
         return slot
 
     def tie(self, one: int, other: int) -> None:
-        """These two go together."""
+        """Makes two slots go together."""
         one, other = self.find(one), self.find(other)
         self.parent[max(one, other)] = min(one, other)
 
     def tie_all(self, ones: Tensor, others: Tensor) -> None:
-        """Each of these goes with its counterpart; −1 is no channel."""
+        """Ties each slot to its counterpart; −1 is no channel."""
         pairs = torch.stack([ones.reshape(-1), others.reshape(-1)])
         pairs = pairs[:, (pairs[0] != pairs[1]) & (pairs >= 0).all(0)]
         if pairs.shape[1] > 4096:
@@ -61,13 +61,13 @@ class Slots:
             self.tie(one, other)
 
     def keep(self, labels: Tensor, why: str) -> None:
-        """These have to stay; the first reason given counts."""
+        """Marks slots that have to stay; the first reason given counts."""
         for slot in torch.unique(labels).tolist():
             if slot >= 0:
                 self.trouble.setdefault(slot, why)
 
     def settle(self) -> None:
-        """Rows and columns stay a rectangle: whole rows go or whole columns, by default the same of every row."""
+        """Ties grids so that they stay rectangles: whole rows or whole columns go, by default the same of every row."""
         for grid in self.grids:
             # What is settled stays so: ties only join sets.
             sets = torch.tensor([self.find(slot) if slot >= 0 else -1 for slot in grid.flatten().tolist()])
@@ -77,7 +77,7 @@ class Slots:
                 self.tie_all(rows, rows[:1].expand(rows.shape))
 
     def units(self) -> dict[int, dict[Place, list[int]]]:
-        """The sets: representative → place → channels, ascending."""
+        """Returns the sets: representative → place → channels, ascending."""
         found: dict[int, dict[Place, list[int]]] = {}
         sets = self._representatives()
         for place, start in self.start.items():
@@ -86,21 +86,21 @@ class Slots:
         return found
 
     def _representatives(self) -> list[int]:
-        """`find` of every slot."""
+        """Returns `find` of every slot."""
         sets = torch.tensor(self.parent, dtype=torch.long)
         while not torch.equal(further := sets[sets], sets):
             sets = further
         return sets.tolist()
 
     def reasons(self) -> dict[int, str]:
-        """Representative of a set that has to stay → why."""
+        """Returns representative of a set that has to stay → reason."""
         found: dict[int, str] = {}
         for slot, why in self.trouble.items():
             found.setdefault(self.find(slot), why)
         return found
 
     def tie_inside_layers(self) -> None:
-        """Grouped convolutions keep equally wide groups, group norms whole groups; odd layers stay whole."""
+        """Ties channels so that grouped convolutions keep equal groups, group norms whole groups, odd layers all."""
         for place, module in self.owner.items():
             name, side, dim = place
             if dim is not None:
@@ -116,7 +116,7 @@ class Slots:
                 self.tie_all(whole, whole[:1].expand(whole.shape))
 
     def tie_shared_parameters(self) -> None:
-        """A tensor that two layers share is cut for both at once, so its channels go together."""
+        """Ties the channels of a tensor that two layers share, since it is cut for both at once."""
         first: dict[tuple[int, int], Place] = {}
         for place, module in self.owner.items():
             name, side, dim = place

@@ -1,4 +1,4 @@
-"""From the channels that one run of the network showed to go together to groups."""
+"""Makes groups of the channels that go together, as one run of the network showed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlsprune.graph.slots import Place
 from rlsprune.model.collector import without_collector
 
 Unit = dict[Place, list[int]]
-"""Channels that go together: place → which of its channels."""
+"""Channels that go together: place → its channels."""
 
 
 @without_collector()
 def trace_groups(
     labelling: Labelling, seen: Observation, ignore: Collection[str]
 ) -> tuple[list[Group], dict[str, str]]:
-    """The groups of a network, not verified yet.
+    """Makes the groups of a network, not verified yet.
 
     Returns:
         The groups in the order in which the network runs, and name → reason of those that must be left alone.
@@ -73,7 +73,7 @@ def trace_groups(
 def _producers(
     places: Iterable[Place], owner: Mapping[Place, nn.Module], order: Mapping[nn.Module, int]
 ) -> list[Place]:
-    """The layers that ran and make these channels, in their order."""
+    """Returns the places of the layers that ran and make these channels, in their order."""
     made = [place for place in places if place[1] == "out" and owner[place] in order]
     return sorted(made, key=lambda place: order[owner[place]])
 
@@ -85,7 +85,7 @@ def _twice(places: Iterable[Place]) -> str | None:
 
 
 def _whole(group: Group, ignore: Collection[str]) -> str | None:
-    """Why a group must stay whole although its layers could be cut."""
+    """Returns why a group must stay whole although its layers could be cut, or None."""
     kept = [member.name for member in group.producers + group.carriers if member.name in ignore]
     if kept:
         return f"{', '.join(kept)} is named in ignore"

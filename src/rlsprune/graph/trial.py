@@ -1,4 +1,4 @@
-"""A network without some channels beside the network with them zeroed where they are read."""
+"""Compares a network without some channels with the network in which they are zeroed where they are read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OUTPUT = "the network's output"
 
 @dataclass
 class Mismatch:
-    """What went wrong, and in which layer first."""
+    """A failed trial: what went wrong, and the first layer in which it did."""
 
     why: str
     layer: nn.Module | None = None
@@ -50,14 +50,14 @@ class CutTrial:
         self.model = model
         self._watch = watch
         self.runs = 0
-        """Of the network as a whole."""
+        """Number of runs of the network as a whole."""
         self._parts = Parts(model)
         self._confirmed: set[tuple[type[nn.Module], str]] = set()
         """Kinds of parts, and errors in them, without numbers, that the network raised as well."""
         self.canonical: dict[int, str] = {}
         """Id of a parameter or buffer → the first of its names."""
         self.places: dict[str, str] = {}
-        """Where a module keeps a tensor, once for each module: its canonical name."""
+        """Name of a tensor, one for each module that keeps it → its canonical name."""
         self._tensors: dict[str, Tensor] = {}
         self._spots: list[tuple[dict[str, Tensor | None], str, str]] = []
         for kind in ("_parameters", "_buffers"):
@@ -86,7 +86,7 @@ class CutTrial:
                     return
 
     def _obstacle(self) -> str | None:
-        """Why nothing can be verified with the present weights; None if it can."""
+        """Returns why nothing can be verified with the present weights; None if it can."""
         try:
             with self._parts.recorded():
                 seen = self.run({})
@@ -125,17 +125,17 @@ class CutTrial:
         self.inputs = tree_map(convert, (call.args, call.kwargs))
 
     def part_of(self, groups: Sequence[Group]) -> nn.Module | None:
-        """The innermost part of the network with all that these groups change, if it runs by itself."""
+        """Returns the innermost part of the network with all that these groups change, if it runs by itself."""
         return self._parts.around(groups)
 
     def fault_nearby(self, groups: Sequence[Group], amount: float, trusted: bool = False) -> Mismatch | None:
-        """`fault` of a part of the network, where that can tell. That nothing goes wrong there is no proof.
+        """Returns the `fault` of a part of the network, where that can tell. That it finds none is no proof.
 
         An error is looked for in the network too, once: a part may need what only the network's own run prepares.
 
         Args:
-            groups: Those that lose units.
-            amount: How many.
+            groups: Groups that lose units.
+            amount: Share of their units, as in `fault`.
             trusted: Whether the network has raised an error where the part did, for a group like these.
         """
         part = self.part_of(groups)
@@ -151,12 +151,12 @@ class CutTrial:
         return found
 
     def fault(self, groups: Sequence[Group], amount: float, part: nn.Module | None = None) -> Mismatch | None:
-        """What goes wrong when units of each of these groups go (0: one, 1: all but one); None if nothing does.
+        """Returns what goes wrong when units of each of these groups go; None if nothing does.
 
         Args:
-            groups: Those that lose units.
-            amount: How many.
-            part: A module that has all that changes in it, to be run in place of the network.
+            groups: Groups that lose units.
+            amount: Share of their units, from 0 (one) to 1 (all but one).
+            part: Module that has all that changes in it, to be run in place of the network.
         """
         if self.obstacle is not None:
             return Mismatch(self.obstacle)
@@ -166,7 +166,7 @@ class CutTrial:
         what = "features" if all(group.is_input for group in groups) else "channels"
         inputs = [(group, units) for group, units in chosen if group.is_input]
         try:
-            # First what may raise an error, and early.
+            # The run that may raise an error comes first, since it raises early.
             with _attributes(self.model, cuts.attributes), at_readers(inputs, without_channels):
                 small = self.run(state, part)
             with at_readers(chosen, zero_channels):
@@ -179,7 +179,7 @@ class CutTrial:
         return self._difference(whole, small, what)
 
     def _cut(self, cuts: Cuts, name: str) -> Tensor:
-        """A tensor without what goes: that of the last trial, where it is the same."""
+        """Returns a tensor without what goes: that of the last trial, where it is the same."""
         dims = cuts.tensors[name]
         before, made = self._last.get(name, (None, None))
         if made is None or name in cuts.factors or not _same(dims, before):
@@ -188,9 +188,10 @@ class CutTrial:
         return made
 
     def _without_products(self, chosen: Sequence[tuple[Group, Tensor]]) -> dict[str, Tensor]:
-        """Tensors with channels zeroed that no layer is called with: queries, by keys alone, and states, by their own.
+        """Returns tensors with those channels zeroed that no layer is called with: queries and recurrent states.
 
-        The weight of a reader that is not called, but used in a function, has them zeroed on its side.
+        Only keys read queries, and only their own layer reads states. A reader that is not called, but whose weight a
+        function uses, has the channels zeroed in its weight.
         """
         state: dict[str, Tensor] = {}
         for member, units in [(m, units) for group, units in chosen for m in group.producers]:
@@ -216,7 +217,7 @@ class CutTrial:
         return state
 
     def run(self, state: dict[str, Tensor], part: nn.Module | None = None) -> dict[nn.Module | str, list[Tensor]]:
-        """Outputs of every layer and of the network, or of one part of it."""
+        """Runs the network, or one part of it; returns the outputs of every layer and of the whole."""
         self.runs += part is None
         module = self.model if part is None else part
         args, kwargs = self.inputs if part is None else self._parts.call_of(part)
@@ -228,7 +229,7 @@ class CutTrial:
 
     @contextmanager
     def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """The network with other tensors, by their canonical names, in the places of its own."""
+        """Puts tensors, by their canonical names, in the places of the network's own, inside the block."""
         before = [(own, key, own[key]) for own, key, _ in self._spots]
         lists = [(module, module._flat_weights) for module in self._recurrent]
         try:
@@ -259,7 +260,8 @@ class CutTrial:
                     where = layer if isinstance(layer, nn.Module) else None
                     name = self._watch.names[where] if where is not None else _OUTPUT
                     return Mismatch(
-                        f"without some of its {what} {name} is not what it is with them zeroed at their readers", where
+                        f"without some of its {what}, {name} differs from what it is with them zeroed at their readers",
+                        where,
                     )
         return None
 
@@ -292,10 +294,10 @@ def _attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) -> Iter
 
 
 def _some_units(group: Group, amount: float) -> Tensor:
-    """The same in every trial, and others in every group."""
+    """Draws units of a group: the same in every trial, and others in every group."""
     seed = zlib.crc32(group.name.encode())
     count = 1 + int(amount * (group.size - 2))
-    # An odd number stays where more than one could, another one of other groups: blocks may share a number of heads.
+    # An odd number stays where more than one could, different between groups: blocks may share a number of heads.
     count += 1 if 1 < count < group.size - 1 and (group.size - count) % 2 == 0 else 0
     count -= 2 * (seed % (1 + min(2, (count - 1) // 2))) if amount < 1 else 0
     generator = torch.Generator().manual_seed(seed)
@@ -307,7 +309,7 @@ def _same(one: Mapping[int, Tensor], other: Mapping[int, Tensor] | None) -> bool
 
 
 def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Weights that keep signals at their size; vectors (scales, variances, biases) positive, so that units live."""
+    """Draws weights that keep signals at their size; vectors (scales, variances, biases) are positive: units live."""
     low, high = 0.5, 1.5
     if tensor.ndim > 1:
         high = (3 / max(1, tensor.numel() // tensor.shape[0])) ** 0.5
@@ -316,5 +318,5 @@ def _random_like(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype)
 
 
 def first_line(error: Exception) -> str:
-    """What kind of error it is, and the first line of what it says."""
+    """Returns the type of an error, and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

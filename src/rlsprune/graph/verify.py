@@ -21,18 +21,18 @@ _MOST_RUNS = 100
 def verify_groups(
     trial: CutTrial, groups: Sequence[Group], order: Mapping[nn.Module, int]
 ) -> tuple[list[Group], dict[str, str]]:
-    """Keep the groups from which any channels, or input features, can go.
+    """Keeps the groups from which any channels, or input features, can go.
 
-    All are tried at once, up to half of each: an odd number stays, which shows code that needs the width to be a
-    multiple of something, and not the same of each. Groups that share a layer are tried again in selections in which
-    each of them is once without any other one that it meets: ``torch.chunk`` is right while both halves lose equally
-    many, an attention may be told its sizes together with another group only, or take its number of heads from another
-    block. After a failure, the first layer that went wrong tells where to look. A group that fails nearly always fails
-    in its own block, and its twins fail in theirs.
+    All are tried at once, up to half of each. An odd number stays, which shows code that needs the width to be a
+    multiple of something, and not the same number in each group. Groups that share a layer are tried again in
+    selections in which each of them is once without any other one that it meets: ``torch.chunk`` is right while both
+    halves lose equally many, an attention may be told its sizes together with another group only, or take its number of
+    heads from another block. After a failure, the first layer that went wrong tells where to look. A group that fails
+    nearly always fails in its own block, and its twins fail in theirs.
 
     Args:
-        trial: Of the network.
-        groups: Those to be proved.
+        trial: Trial of the network.
+        groups: Groups to be proved.
         order: Module → position of its first call.
 
     Returns:
@@ -47,11 +47,11 @@ def verify_groups(
 
 
 def _selections(groups: Sequence[Group]) -> list[list[Group]]:
-    """Some in which any two groups that meet are told apart both ways: each is once without the other.
+    """Returns selections in which any two groups that meet are told apart both ways: each is once without the other.
 
-    Those meet that share a layer, and the heads of all attentions: their numbers are attributes, which a block could
-    take from another one. Groups that do not meet can have the same number. No group is in all of the selections that
-    another number is in, being in equally many (Sperner's theorem).
+    Groups that share a layer meet, and so do the heads of all attentions: their numbers are attributes, which a block
+    could take from another one. Groups that do not meet can have the same number. Every number is in equally many
+    selections, so none is in all of those that another number is in (Sperner's theorem).
     """
     numbers = _numbered(groups)
     most = max(numbers, default=0)
@@ -62,7 +62,7 @@ def _selections(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _numbered(groups: Sequence[Group]) -> list[int]:
-    """A small number for each group, another one than those of all groups that it meets."""
+    """Returns a small number for each group, different from those of all groups that it meets."""
     taken: dict[nn.Module | str, set[int]] = {}
     numbers = []
     for group in groups:
@@ -89,7 +89,7 @@ class _Search:
         self.failed: dict[str, str] = {}
 
     def sift(self, groups: Sequence[Group], amount: float) -> None:
-        """Try these groups together, and as long as they fail find one that does."""
+        """Tries these groups together, and as long as they fail finds one that does."""
         while left := [group for group in groups if group.name not in self.failed]:
             stop_if_interrupted()
             fault = self.trial.fault(left, amount)
@@ -102,7 +102,7 @@ class _Search:
             self.failed.update(self._culprits(left, amount, fault))
 
     def _culprits(self, groups: Sequence[Group], amount: float, fault: Mismatch) -> dict[str, str]:
-        """Name → reason of groups that fail: one, and those of the same layer in other blocks that do as well."""
+        """Returns name → reason of groups that fail: one, and those of the same layer in other blocks that do too."""
         groups = sorted(groups, key=lambda group: self._distance(group, fault.layer))
         near = self.trial.fault_nearby(groups[:1], amount)
         if near is None:
@@ -112,7 +112,7 @@ class _Search:
         parts = [self.trial.part_of([group]) for group in alike]
         for twin, part in list(zip(alike, parts, strict=True))[1:]:
             if part is None or parts.count(part) > 1:
-                continue  # each would take a run of all that they are in
+                continue  # each would take a run of the whole part that they are in
             stop_if_interrupted()
             own = self.trial.fault_nearby([twin], amount, trusted=near.raised)
             if own is not None:
@@ -120,7 +120,7 @@ class _Search:
         return failed
 
     def _told_apart(self, groups: list[Group], amount: float, fault: Mismatch) -> dict[str, str]:
-        """The same by runs of the whole network, of groups of which the first does not fail by itself nearby."""
+        """Returns the same, by runs of the whole network, if the first group does not fail by itself nearby."""
         found, why = self._culprit(groups, amount, fault)
         failed = {found.name: why}
         twins = [group for group in groups if group is not found and _kind(group.name) == _kind(found.name)]
@@ -131,7 +131,7 @@ class _Search:
         return failed
 
     def _culprit(self, groups: list[Group], amount: float, fault: Mismatch) -> tuple[Group, str]:
-        """One of the groups that fails by itself, or in the presence of others that do not fail by themselves."""
+        """Returns a group that fails by itself, or together with others that do not fail by themselves, and why."""
         size = 1
         while len(groups) > 1:
             # The nearest, then twice as many, then halves.
@@ -141,7 +141,7 @@ class _Search:
         return groups[0], fault.why
 
     def _distance(self, group: Group, layer: nn.Module | None) -> tuple[bool, int]:
-        """How far before a layer the group's last member works; members after it count last."""
+        """Returns how far before a layer the group's last member works; groups wholly after it come last."""
         place = self.order.get(layer, 0) if layer is not None else 0
         places = [self.order[m.module] for m in group.members if m.module in self.order]
         before = [place - other for other in places if other <= place]
@@ -149,5 +149,5 @@ class _Search:
 
 
 def _kind(name: str) -> str:
-    """The name of a layer without the number of its block."""
+    """Returns the name of a layer without the number of its block."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", name)

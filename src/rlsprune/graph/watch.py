@@ -1,4 +1,4 @@
-"""What the layers of a network make in one run after the other, by hooks that are registered once."""
+"""The outputs of a network's layers in one run after the other, seen by hooks that are registered once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["LayerWatch"]
 
 
 class LayerWatch:
-    """Watches the layers of a network, within it."""
+    """A context that watches the layers of a network."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {module: name for name, module in model.named_modules() if next(module.children(), None) is None}
         self.made: dict[nn.Module | str, list[Tensor]] = {}
-        """What each layer made since `begin`, in the order of their calls."""
+        """Outputs of each layer since `begin`, in the order of their calls."""
         self.entered: nn.Module | None = None
         """The layer that was called last."""
         self._handles: list[RemovableHandle] = []

@@ -28,10 +28,10 @@ def check_argument(name: str, value: object, valid: bool | Callable[[Any], objec
     """Raises a ValueError that names the argument, its value and what it must be, unless it is valid.
 
     Args:
-        name: Of the argument.
-        value: As it was given, of any type.
-        valid: Whether it is, or a test of the value. A value that the test fails on is not valid either.
-        expected: What it must be.
+        name: Name of the argument.
+        value: Value as it was given, of any type.
+        valid: Whether the value is valid, or a test of it. A value on which the test raises is not valid either.
+        expected: Description of a valid value.
     """
     try:
         holds = bool(valid(value) if callable(valid) else valid)
@@ -48,22 +48,22 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_iterable(name: str, value: object, remedy: str) -> None:
-    """Raises a TypeError unless the value can be gone through, and is no text."""
+    """Raises a TypeError unless the value is iterable, and not a text."""
     goes = isinstance(value, Iterable) or hasattr(value, "__getitem__")
     if not goes or isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name} is {shown(value)}: {remedy}")
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether it is a whole number, at least this one."""
+    """Whether a value is a whole number, at least ``least``."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def one_number(what: str, value: Any) -> float:
-    """The value, which may be a tensor, as Python's own number.
+    """Returns the value, which may be a tensor, as a Python float.
 
     Raises:
-        TypeError: It is not one number.
+        TypeError: The value is not one number.
     """
     try:
         if isinstance(value, str | bytes):
@@ -75,16 +75,16 @@ def one_number(what: str, value: Any) -> float:
 
 @contextmanager
 def readable_state(owner: str) -> Iterator[None]:
-    """Within it, a state dict whose parts are of other kinds than they should be is told as such."""
+    """Turns an error in the block into one that says that the state dict has parts of wrong types."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"the state is no {owner}'s ({why}): give what {owner}.state_dict() returned") from error
+        raise ValueError(f"the state is not one of {owner} ({why}): give what {owner}.state_dict() returned") from error
 
 
 def shown(value: object) -> str:
-    """A value for a message: the beginning of its repr."""
+    """Formats a value for a message: the beginning of its repr."""
     try:
         text = repr(value)
     except Exception:
@@ -93,12 +93,12 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Text for a terminal: what would command it, hide or turn around other text, or is half a character is escaped."""
+    """Escapes the characters that would command a terminal, hide or turn around other text, or are half a character."""
     return "".join(ascii(c)[1:-1] if category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t" else c for c in text)
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names for a message: few, short, and with everything but ASCII escaped, so that no two look alike."""
+    """Formats names for a message: few, short, and with all but ASCII escaped, so that no two look alike."""
     names = list(names)
     shown = ", ".join(ascii(name[:80]) for name in names[:_MAX_LISTED])
     return shown + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")

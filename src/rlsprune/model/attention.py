@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` in the open: any number of heads of any width, and an output projection that is called."""
+"""An open ``nn.MultiheadAttention``: any number of heads of any width, and an output projection that is called."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["OpenAttention", "open_attention", "opened", "value_dim"]
 
 
 class OpenAttention(nn.MultiheadAttention):
-    """What ``nn.MultiheadAttention`` computes, by its own parameters, where heads may be gone.
+    """An ``nn.MultiheadAttention``, with its own parameters, from which heads may be gone.
 
-    That class wants the heads to be as wide together as the embedding, and uses its output projection's weight without
-    calling it. It becomes this one by a change of its class (`open_attention`), so that names, parameters and hooks
-    stay. ``embed_dim`` is the width outside; inside there are ``num_heads`` of ``head_dim`` and ``value_dim`` each.
+    That class wants the heads together to be as wide as the embedding, and uses its output projection's weight without
+    calling it. `open_attention` changes its class to this one, so that names, parameters and hooks stay. ``embed_dim``
+    is the width outside; inside there are ``num_heads`` of ``head_dim`` and ``value_dim`` each.
     """
 
     value_dim: int
     """Width of a head's values; ``head_dim`` is that of its queries and keys."""
     scaling: float
-    """Of the scores: that of a head as wide as it was trained."""
+    """Factor of the scores: that of a head as wide as in training."""
 
     def forward(
         self,
@@ -40,7 +40,7 @@ class OpenAttention(nn.MultiheadAttention):
         """Computes what ``nn.MultiheadAttention`` computes."""
         if is_causal and attn_mask is None:
             raise RuntimeError(
-                "attn_mask is needed where is_causal is a hint: give both, as nn.MultiheadAttention asks"
+                "is_causal is only a hint and needs attn_mask: give both, as nn.MultiheadAttention requires"
             )
         if query.is_nested:
             return self._of_nested(query, need_weights, average_attn_weights)
@@ -103,7 +103,7 @@ class OpenAttention(nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, queries: Tensor, length: int, width: int
     ) -> Tensor | None:
-        """Both masks as one that is added to the scores, ``(batch, heads or 1, queries, keys)``."""
+        """Joins both masks into one that is added to the scores, ``(batch, heads or 1, queries, keys)``."""
         if attn_mask is None and padding is None:
             return None
         batch, count = queries.shape[:2]
@@ -122,14 +122,14 @@ class OpenAttention(nn.MultiheadAttention):
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask to add: where a mask of truth values is true, nothing may be looked at."""
+    """Makes a mask one to add: −∞ where a boolean mask is true, so that nothing there is attended to."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
     return mask.to(like.dtype)
 
 
 def value_dim(attention: nn.MultiheadAttention) -> int:
-    """The width of a head's values."""
+    """Returns the width of a head's values."""
     return attention.value_dim if isinstance(attention, OpenAttention) else attention.head_dim
 
 

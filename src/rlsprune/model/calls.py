@@ -1,4 +1,4 @@
-"""A user's model and how it is called: without wrappers and without our training hooks."""
+"""A user's model and its calls, without wrappers and without this package's training hooks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keyword arguments with which `example_inputs` calls the model."""
+    """Returns the arguments and keyword arguments with which `example_inputs` calls the model."""
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
@@ -50,7 +50,7 @@ def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, A
 
 @contextmanager
 def explained_run(args: Sequence[Any], kwargs: Mapping[str, Any], what: str = "example_inputs") -> Iterator[None]:
-    """Within it, an error of the model's forward becomes one that names the inputs it was called with."""
+    """Turns an error of the model's forward into one that names the inputs it was called with."""
 
     def shape(value: Any) -> str:
         return str(tuple(value.shape)) if isinstance(value, Tensor) and not value.is_nested else type(value).__name__
@@ -65,7 +65,7 @@ def explained_run(args: Sequence[Any], kwargs: Mapping[str, Any], what: str = "e
 
 
 def output_tensors(output: Any) -> list[Tensor]:
-    """Every tensor in what a network returned."""
+    """Returns every tensor in the output of a network."""
     if isinstance(output, Tensor):
         return [output]
     leaves: list[Any] = []
@@ -78,12 +78,12 @@ def output_tensors(output: Any) -> list[Tensor]:
 
 
 def batch_size(inputs: ExampleInputs) -> int:
-    """How many inputs a batch holds: the first size of its first tensor that has one; 1 if none has."""
+    """Returns the number of inputs in a batch: the first size of its first tensor that has one; 1 if none has."""
     return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
-    """What is wrapped around a model, the outermost first, and last the model itself."""
+    """Returns the wrappers around a model, the outermost first, and last the model itself."""
     layers = [model]
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -96,10 +96,10 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 
 
 def unwrap(model: object) -> nn.Module:
-    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
+    """Returns the module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
 
     Raises:
-        TypeError: It is no module.
+        TypeError: The model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {shown(model)}: give a torch.nn.Module")
@@ -107,14 +107,14 @@ def unwrap(model: object) -> nn.Module:
 
 
 def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
-    """A copy of the unwrapped model without training hooks; input selectors and the user's forward hooks stay.
+    """Copies the unwrapped model without training hooks; input selectors and the user's forward hooks stay.
 
-    The copy of a model divided by ``fully_shard`` is whole: all processes make it together, and each has room for it.
+    The copy of a model divided by ``fully_shard`` is whole: all processes make it together, and each needs room for it.
 
     Args:
-        model: Left as it is.
-        share_parameters: Let the copy refer to the model's own parameters, for uses that only read them. Buffers are
-            copied in either case, so that running the copy cannot change the model.
+        model: Model to copy; it stays as it is.
+        share_parameters: Whether the copy refers to the model's own parameters, for uses that only read them. Buffers
+            are copied in either case, so that running the copy cannot change the model.
     """
     model = unwrap(model)
     settle(model)
@@ -129,7 +129,7 @@ def bare_copy(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
 
 
 def measurable(model: nn.Module) -> nn.Module:
-    """The model itself; of one divided by ``fully_shard``, a whole copy of its shape, whose weights take no memory."""
+    """Returns the model; if divided by ``fully_shard``, a whole copy of its shape whose weights take no memory."""
     settle(model)
     divided = [p for p in model.parameters() if is_sharded(p)]
     if not divided:
@@ -139,7 +139,7 @@ def measurable(model: nn.Module) -> nn.Module:
 
 
 def _copied(model: nn.Module, parameters: Mapping[Tensor, Tensor]) -> nn.Module:
-    """A deep copy without training hooks, in which these parameters have others in their places."""
+    """Makes a deep copy without training hooks, in which some parameters are replaced by others."""
     # deepcopy takes what its memo holds as already copied. A hook that is a method of an optimizer would drag a copy of
     # the optimizer, with all its state, along.
     memo: dict[int, Any] = {}
@@ -175,7 +175,7 @@ def _copied(model: nn.Module, parameters: Mapping[Tensor, Tensor]) -> nn.Module:
 
 
 def _uncopied(model: nn.Module, memo: dict[int, Any]) -> str:
-    """What of a model cannot be copied."""
+    """Names the part of a model that cannot be copied."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in ("_modules", "_parameters", "_buffers"):
@@ -187,7 +187,7 @@ def _uncopied(model: nn.Module, memo: dict[int, Any]) -> str:
 
 
 def device_of(model: nn.Module, call: object) -> torch.device:
-    """Where the model runs."""
+    """Returns the device that the model runs on."""
     tensors = [*model.parameters(), *(leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor))]
     return tensors[0].device if tensors else torch.device("cpu")
 

@@ -11,7 +11,7 @@ __all__ = ["without_collector"]
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """For making many sets and lists of numbers: they refer to nothing, and the search takes as long as making them."""
+    """Switches the collector off: for many sets and lists of numbers, which refer to nothing, it doubles the time."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""How hooks on layers see inputs and gradients from inside compiled code, without breaking its graph.
+"""Operators by which hooks on layers see inputs and gradients inside compiled code, without breaking its graph.
 
-What a hook does cannot be traced: random draws, tensor hooks, Python lists. In its place the compiled code calls
-operators of ours, which are opaque to the compiler and run as ordinary Python.
+The work of a hook cannot be traced: random draws, tensor hooks, Python lists. In its place the compiled code calls
+these operators, which are opaque to the compiler and run as ordinary Python.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 class Watcher(Protocol):
-    """Who is told."""
+    """The receiver of a layer's inputs."""
 
     def told(self, layer: Any, inputs: Tensor) -> None:
-        """A layer was called with these inputs, or the gradient of such a call has arrived."""
+        """Receives the inputs of a layer that was called, or to which the gradient of such a call has arrived."""
 
 
 _numbers = itertools.count()
@@ -26,13 +26,13 @@ _watchers: dict[int, tuple[weakref.ref[Watcher], weakref.ref[nn.Module]]] = {}
 
 
 def exporting() -> bool:
-    """Whether torch.export runs the model on tensors without values, of which nothing can be learnt."""
+    """Whether torch.export runs the model on tensors without values, from which nothing can be learnt."""
     is_exporting: bool = getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 does not have it
     return is_exporting
 
 
 def enlist(watcher: Watcher, layer: nn.Module) -> int:
-    """A number by which compiled code finds a watcher and its layer, as long as both live."""
+    """Returns a number by which compiled code finds a watcher and its layer, as long as both live."""
     number = next(_numbers)
     _watchers[number] = weakref.ref(watcher, lambda _: _watchers.pop(number, None)), weakref.ref(layer)
     return number
@@ -40,18 +40,18 @@ def enlist(watcher: Watcher, layer: nn.Module) -> int:
 
 @torch.library.custom_op("rlsprune::seen", mutates_args=("mark",))
 def noticed(inputs: Tensor, mark: Tensor, number: int) -> None:
-    """Tells the watcher of a layer's inputs.
+    """Tells a watcher the inputs of its layer.
 
     Args:
-        inputs: Of the layer, detached.
-        mark: Any tensor that outlives the code; it is said to change, or compilers would take the call for useless.
-        number: The watcher's.
+        inputs: Inputs of the layer, detached.
+        mark: Any tensor that outlives the code. It is declared to change, or compilers would drop the call as useless.
+        number: Number of the watcher.
     """
     _tell(number, inputs)
 
 
 def with_gradient_noticed(layer: nn.Module, inputs: Tensor, output: Tensor, number: int) -> Tensor:
-    """The output of a layer, of whose gradient the watcher will be told."""
+    """Wraps the output of a layer, so that the watcher is told when its gradient arrives."""
     trained = any(p.requires_grad for p in layer.parameters(recurse=False))
     if not (trained and torch.is_grad_enabled() and output.requires_grad):
         return output

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, weights, FLOPs, latency and memory of one inference, measured.
+"""The cost of a model: parameters, weights, FLOPs, latency and memory of one inference, measured.
 
 All of it is measured on a copy in `eval()` without gradients and without this package's training hooks: the model, its
 mode, its buffers and the random number generators stay as they are.
@@ -28,15 +28,15 @@ class Profile:
     weights: int
     """The weights of linear, convolution, recurrent, attention and embedding layers: no biases, no scales."""
     flops: int
-    """As `torch.utils.flop_counter` counts matrix products, convolutions, recurrent layers and attention; a
-    multiply-add counts as 2."""
+    """FLOPs of matrix products, convolutions, recurrent layers and attention, as `torch.utils.flop_counter` counts
+    them; a multiply-add counts as 2."""
     latency_ms: float
     """The median time."""
     latency_iqr_ms: float
     """The interquartile range of the times."""
     peak_bytes: int
-    """Parameters, buffers and the most that results of operations took at one time. On CUDA as its allocator reports;
-    elsewhere from the tensors alive, without what a kernel takes and frees within itself. Inputs are not counted."""
+    """Parameters, buffers and the most that results of operations took at one time. On CUDA its allocator reports it;
+    elsewhere the tensors alive are counted, without what a kernel allocates and frees itself. Inputs do not count."""
     before: Profile | None = field(default=None, repr=False, compare=False)
     """An earlier profile, shown beside this one."""
     rounds_ms: tuple[float, ...] = field(default=(), repr=False, compare=False)
@@ -55,40 +55,40 @@ class Profile:
 
 @dataclass(frozen=True)
 class ProfileRatio:
-    """By what factor each cost fell: the quotients of two profiles. `str()` is a table with both."""
+    """The factors by which the costs fell: the quotients of two profiles. `str()` is a table with both."""
 
     before: Profile
     after: Profile
 
     @property
     def params(self) -> float:
-        """The ratio of the parameters."""
+        """Returns the ratio of the parameters."""
         return ratio(self.before.params, self.after.params)
 
     @property
     def weights(self) -> float:
-        """The ratio of the weights."""
+        """Returns the ratio of the weights."""
         return ratio(self.before.weights, self.after.weights)
 
     @property
     def flops(self) -> float:
-        """The ratio of the FLOPs."""
+        """Returns the ratio of the FLOPs."""
         return ratio(self.before.flops, self.after.flops)
 
     @property
     def latency(self) -> float:
-        """The ratio of the latencies: the median over rounds measured in turns, else that of the two medians."""
+        """Returns the ratio of the latencies: the median over rounds measured in turns, else that of the medians."""
         rounds = self._latency_ratios()
         return ratio(self.before.latency_ms, self.after.latency_ms) if rounds is None else rounds[1]
 
     @property
     def latency_quartiles(self) -> tuple[float, float] | None:
-        """Quartiles of the ratio over the rounds; None unless both models were measured in turns."""
+        """Returns quartiles of the ratio over the rounds; None unless both models were measured in turns."""
         rounds = self._latency_ratios()
         return None if rounds is None else (rounds[0], rounds[2])
 
     def _latency_ratios(self) -> tuple[float, float, float] | None:
-        """Quartiles and median of the ratio, round by round."""
+        """Returns quartiles and median of the ratio, round by round."""
         before, after = self.before.rounds_ms, self.after.rounds_ms
         if self.after.before is not self.before or len(before) != len(after) or len(after) < 2:
             return None
@@ -96,7 +96,7 @@ class ProfileRatio:
 
     @property
     def peak(self) -> float:
-        """The ratio of the peak memory."""
+        """Returns the ratio of the peak memory."""
         return ratio(self.before.peak_bytes, self.after.peak_bytes)
 
     def __str__(self) -> str:
@@ -117,15 +117,15 @@ def profile(
     *,
     min_seconds: float = 0.2,
 ) -> Profile:
-    """Measures what one inference on the example inputs costs.
+    """Measures the cost of one inference on the example inputs.
 
     Args:
-        model: On any device.
+        model: The model, on any device.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, on the model's device. Its
             batch size is that of the measurement.
         before: The unpruned model, measured in turns with this one, so that other work on the machine slows both
             alike; a pair of it and its inputs if it takes others (see `strip_inputs`); or an earlier profile.
-        min_seconds: How long to repeat the inference for its latency.
+        min_seconds: Least time for which the inference is repeated to measure its latency.
 
     Examples:
         >>> import torch

@@ -21,16 +21,16 @@ __all__ = ["count", "flops_per_weight", "parameter_count", "weight_count", "weig
 
 
 def count(model: nn.Module, example_inputs: ExampleInputs) -> tuple[int, int]:
-    """Parameters and FLOPs, by one run of the model without timing. See `Profile` for what they count."""
+    """Counts parameters and FLOPs in one run of the model, without timing. `Profile` defines both."""
     return parameter_count(model), sum(_flops(model, example_inputs)["Global"].values())
 
 
 def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> tuple[dict[str, int] | None, int]:
-    """How many FLOPs each weight of a linear or convolution layer takes, by the layer's name, and all FLOPs.
+    """Counts the FLOPs that each weight of a linear or convolution layer takes, by the layer's name, and all FLOPs.
 
     The FLOPs of these layers are proportional to their weights, so this tells what the model costs when it has lost
-    some of its channels. None if other operations count too, or a layer is not a plain one. The model itself runs, not
-    a copy.
+    some of its channels. It is None if other operations count too, or a layer is not a plain one. The model itself
+    runs, not a copy.
     """
     args, kwargs = as_call(example_inputs)
     with preserved(unwrap(model)), torch.no_grad():
@@ -50,7 +50,7 @@ def flops_per_weight(model: nn.Module, example_inputs: ExampleInputs) -> tuple[d
 
 
 def _flops(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, dict[Any, int]]:
-    """FLOPs by module and operation, from one run of a copy; ``"Global"`` has them all."""
+    """Counts FLOPs by module and operation in one run of a copy; ``"Global"`` has them all."""
     with inference(model, example_inputs) as (plain, args, kwargs):
         return _flops_of(plain, args, kwargs)
 
@@ -64,7 +64,7 @@ def _flops_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @contextlib.contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Parameters that need no gradient: torch's counter cannot follow a view of one that does through a module."""
+    """Freezes all parameters in the block: torch's counter cannot follow a view of a trained one through a module."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -77,14 +77,14 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_products() -> Iterator[None]:
-    """Attention and recurrent layers by the products that they are made of, which cost the same and are counted.
+    """Runs attention and recurrent layers as the products that they are made of, which cost the same and are counted.
 
     The counter knows neither the fused attention of the CPU nor the LSTM of oneDNN and the recurrent layers of cuDNN.
     """
     with plain_attention(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
         onednn = torch.backends.mkldnn.flags(enabled=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of another setting, which is set again to what it is
+            warnings.simplefilter("ignore")  # about another setting, which keeps its value
             onednn.__enter__()
         try:
             yield
@@ -95,14 +95,14 @@ def _plain_products() -> Iterator[None]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The elements of all parameters; a tensor with several names counts once."""
+    """Counts the elements of all parameters; a tensor with several names counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def weight_count(model: nn.Module) -> int:
-    """The weights of linear, convolution, recurrent and embedding layers and of attention's projections, each once."""
+    """Counts weights of linear, convolution, recurrent and embedding layers and attention's projections, each once."""
     weights: dict[int, int] = {}
-    with evaluating(model):  # a spectral norm goes one step on with every look at its weight in training
+    with evaluating(model):  # in training a spectral norm takes a step at each access to its weight
         for module in model.modules():
             for name in weight_names(module):
                 weight = getattr(module, name)
@@ -113,7 +113,7 @@ def weight_count(model: nn.Module) -> int:
 
 
 def weight_names(module: nn.Module) -> list[str]:
-    """The names of a module's own weights: matrices, kernels and tables, no biases and no scales."""
+    """Returns the names of a module's own weights: matrices, kernels and tables, no biases and no scales."""
     known = nn.Linear | _ConvNd | nn.Bilinear | nn.Embedding | nn.EmbeddingBag
     if isinstance(module, known) or is_transposed_linear(module):
         return ["weight"]

@@ -1,4 +1,4 @@
-"""What a network and its example inputs must be for anything here to work on them, told at the door."""
+"""Checks of a network and its example inputs, made before anything else works on them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["check_inputs", "check_network"]
 
 
 def check_network(model: object, *, values: bool = True) -> None:
-    """Raises unless it is a module whose tensors exist, have values, and can be trained.
+    """Raises unless a model is a module whose tensors exist, have values, and can be trained.
 
     Args:
-        model: Wrapped or not.
-        values: Whether the values count; if not, it may lie on the meta device.
+        model: The model, wrapped or not.
+        values: Whether the values matter; if not, the model may lie on the meta device.
 
     Raises:
-        TypeError: It is no module.
-        ValueError: One of its tensors is not fit; the message names it.
+        TypeError: The model is not a module.
+        ValueError: One of its tensors is unfit; the message names it.
     """
     module = unwrap(model)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -41,7 +41,7 @@ def check_network(model: object, *, values: bool = True) -> None:
 
 
 def check_inputs(example_inputs: ExampleInputs, name: str = "example_inputs") -> None:
-    """Raises unless all tensors among them are dense and hold at least one example.
+    """Raises unless all tensors among the inputs are dense and hold at least one example.
 
     Raises:
         TypeError: They are neither a tensor nor a tuple nor a dict.

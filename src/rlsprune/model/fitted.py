@@ -1,4 +1,4 @@
-"""Modules that write the width of their input where that of their heads stands, and go on when heads are gone.
+"""Modules whose code uses the width of their input as that of their heads, made to run when heads are gone.
 
 ``x.transpose(1, 2).reshape(B, N, C)`` and ``view(B, N, heads, C // heads)`` with the ``C`` of ``B, N, C = x.shape`` are
 right while all heads are there. In a fitted module the last size of a view that does not fit is inferred.
@@ -23,10 +23,10 @@ _VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
 
 
 class Fitted(nn.Module):
-    """A base of classes that `fit_views` makes: the module's own class, its forward with views that fit."""
+    """The base of the classes that `fit_views` makes: the module's own class, whose forward has views that fit."""
 
     called_layers: tuple[str, ...] = ()
-    """Linear layers in it whose weights its code uses in functions: they are called instead, so that hooks see it."""
+    """Linear layers in it whose weights its code passes to functions: they are called instead, so that hooks run."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes what the module's own class computes."""
@@ -64,12 +64,12 @@ def _fits(tensor: Tensor, sizes: Sequence[int]) -> bool:
 
 
 def fit_views(module: nn.Module, called_layers: Sequence[str] = ()) -> None:
-    """Changes the module's class, so that names, parameters and hooks stay; its constants become as long as they are.
+    """Fits the views of a module by changing its class, so that names, parameters and hooks stay.
 
-    A vector of equal entries that no file has, the bias of BEiT's keys, gets the length of the parameters beside it.
+    A vector of equal entries that is in no file, as BEiT's bias of keys, gets the length of the parameters beside it.
 
     Args:
-        module: In place.
+        module: Module to change in place.
         called_layers: Names, in the module, of layers to be called where its code uses their weights in a function.
     """
     if not isinstance(module, Fitted):

@@ -2,7 +2,7 @@
 
 Python raises `KeyboardInterrupt` between any two instructions of the main thread, inside ``finally`` blocks too. So a
 block that changes a user's objects runs inside `uninterrupted`: Ctrl-C is noted there, and raised where the block asks
-for it (`stop_if_interrupted`, from where an error would undo everything) or at its end, when everything is done.
+for it (`stop_if_interrupted`, at a place where an error undoes everything) or at its end, when everything is done.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class _Held:
         self.handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signal inside a block."""
+        """Handles the signal inside a block: notes it."""
         self.pressed = True
 
     @property
     def holding(self) -> bool:
-        """Whether Ctrl-C is held back, as far as this thread is concerned: only the main one ever gets a signal."""
+        """Whether Ctrl-C is held back in this thread; only the main thread ever gets a signal."""
         return signal.getsignal(signal.SIGINT) == self.note and threading.current_thread() is threading.main_thread()
 
     def hold(self) -> bool:
-        """Starts to hold Ctrl-C back; False if that is done already, or nothing could be raised here anyway."""
+        """Starts to hold Ctrl-C back. Returns False if it is held already, or could not be raised here anyway."""
         handler = signal.getsignal(signal.SIGINT)
         if not callable(handler) or handler == self.note or threading.current_thread() is not threading.main_thread():
             return False
@@ -58,7 +58,7 @@ _held = _Held()
 
 
 class uninterrupted:  # noqa: N801  # used like a function, and a class so that Ctrl-C cannot come between
-    """Inside the block Ctrl-C is noted only; it is raised at the end of the outermost such block.
+    """A block in which Ctrl-C is only noted; it is raised at the end of the outermost such block.
 
     Examples:
         >>> import signal
@@ -82,7 +82,7 @@ class uninterrupted:  # noqa: N801  # used like a function, and a class so that 
 
 
 class interruptible:  # noqa: N801
-    """Inside an `uninterrupted` block: lets Ctrl-C through again, for a user's function that may take long."""
+    """A block inside an `uninterrupted` one that lets Ctrl-C through, for a user's function that may take long."""
 
     def __enter__(self) -> None:
         self._released = _held.holding

@@ -19,8 +19,8 @@ class _CancelledError(BaseException):
 class Lane(Generic[_Handed]):
     """A function in a thread of its own that runs only while `advance` waits for it: one thread at a time works.
 
-    A network's forward is the user's code, so it cannot be cut into pieces. But it can be stopped in the middle. What
-    is costly it leaves to the thread that advances it, by `outside`: a thread that computes keeps a team of threads of
+    A network's forward is the user's code, so it cannot be cut into pieces. But it can be stopped in the middle. It
+    leaves costly work to the thread that advances it, by `outside`: a thread that computes keeps a team of threads of
     its own, and there may be hundreds of lanes.
 
     Examples:
@@ -33,7 +33,7 @@ class Lane(Generic[_Handed]):
         """Starts nothing yet.
 
         Args:
-            work: Is called with the lane, and calls its `hand_out`.
+            work: Function that is called with the lane, and calls its `hand_out`.
         """
         self._work = work
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -45,10 +45,10 @@ class Lane(Generic[_Handed]):
         self._cancelled = False
 
     def advance(self) -> _Handed | None:
-        """Goes on to the next thing that is handed out; None when the work is done.
+        """Runs the work until it hands out its next value; returns None when the work is done.
 
         Raises:
-            BaseException: What the work raised.
+            BaseException: The work raised it.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
@@ -74,15 +74,15 @@ class Lane(Generic[_Handed]):
         self._stopped.acquire()
 
     def hand_out(self, value: _Handed) -> None:
-        """Called by the work: stops until the next `advance`."""
+        """Hands out a value and stops the work, which calls this, until the next `advance`."""
         self._handed = value
         self._wait()
 
     def outside(self, errand: Callable[[], _Result]) -> _Result:
-        """Called by the work: has the thread that waits in `advance` run the errand, and returns its result.
+        """Lets the thread that waits in `advance` run an errand of the work, and returns its result.
 
         Raises:
-            Exception: What the errand raised.
+            Exception: The errand raised it.
         """
         self._errand = errand
         self._wait()
@@ -93,7 +93,7 @@ class Lane(Generic[_Handed]):
         return cast("_Result", brought)
 
     def _wait(self) -> None:
-        if not self._cancelled:  # else the work has caught what was to end it
+        if not self._cancelled:  # else the work has caught the error that was to end it
             self._stopped.release()
             self._go.acquire()
         if self._cancelled:

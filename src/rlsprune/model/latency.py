@@ -1,4 +1,4 @@
-"""The time of one inference, measured in turns with other models'."""
+"""The time of one inference, measured in turns with other models."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from rlsprune.model.modes import inference
 __all__ = ["latencies", "latency", "median_and_iqr", "ratio", "ratio_quartiles"]
 
 _MIN_TIMES = 5  # measurements behind a median, however slow the model
-_ROUND_SECONDS = 5e-3  # in which a small model runs many times
+_ROUND_SECONDS = 5e-3  # length of a round, in which a small model runs many times
 
 
 def latency(model: nn.Module, example_inputs: ExampleInputs, *, min_seconds: float = 0.2) -> tuple[float, float]:
-    """Median and interquartile range of the time of one inference, in milliseconds: see `latencies`."""
+    """Measures the median and interquartile range of the time of one inference, in milliseconds: see `latencies`."""
     return median_and_iqr(latencies([(model, example_inputs)], min_seconds=min_seconds)[0])
 
 
 def latencies(calls: Sequence[tuple[nn.Module, ExampleInputs]], *, min_seconds: float = 0.2) -> list[list[float]]:
-    """Times of one inference of each model, in milliseconds, measured in turns.
+    """Measures times of one inference of each model, in milliseconds, in turns.
 
     Other work on the machine then slows all models alike, and the ratio of two of them holds. Torch's own threads are
-    used as they are set, and CUDA is waited for.
+    used as they are set. On CUDA the time ends when the work is done.
 
     Args:
-        calls: The models, each with the inputs that it is called with, on its device.
-        min_seconds: How long each of them is measured at least.
+        calls: Models, each with the inputs that it is called with, on its device.
+        min_seconds: Least time for which each of them is measured.
 
     Returns:
-        For each model as many times as there were rounds.
+        The times of each model, one per round.
     """
     times: list[list[float]] = [[] for _ in calls]
     with contextlib.ExitStack() as stack:
@@ -57,7 +57,7 @@ def latencies(calls: Sequence[tuple[nn.Module, ExampleInputs]], *, min_seconds: 
 
 
 def ratio_quartiles(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Quartiles of the ratio of two models' times, round by round: `latencies` measures both under the same load."""
+    """Returns quartiles of the ratio of two models' times by round: `latencies` measures both under the same load."""
     ratios = [ratio(*pair) for pair in zip(before, after, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return low, median, high
@@ -72,13 +72,13 @@ def _timer(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 
 def median_and_iqr(times: list[float]) -> tuple[float, float]:
-    """The median of times, and their interquartile range."""
+    """Returns the median of times, and their interquartile range."""
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
     return median, high - low
 
 
 def ratio(before: float, after: float) -> float:
-    """How many times a cost fell; 1 for nothing out of nothing."""
+    """Returns the factor by which a cost fell; 1 if both costs are 0."""
     if after:
         return before / after
     return float("inf") if before else 1.0

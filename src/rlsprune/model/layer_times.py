@@ -1,4 +1,4 @@
-"""How long each layer of a network works in one inference."""
+"""The time that each layer of a network takes in one inference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _RUNS = 15
 
 
 def layer_times(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, float]:
-    """Seconds that each module with a weight of its own takes, the median of several inferences.
+    """Measures the seconds that each module with a weight of its own takes, as the median of several inferences.
 
     Args:
-        model: On the device of the inputs; its own copy is run.
-        example_inputs: What it is called with.
+        model: Network on the device of the inputs; a copy of it runs.
+        example_inputs: Inputs that it is called with.
 
     Returns:
         Name of a module → the time of all its calls. Modules that are not called have none.

@@ -1,4 +1,4 @@
-"""The most memory that one inference takes."""
+"""The peak memory of one inference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["peak_bytes"]
 
 
 def peak_bytes(model: nn.Module, example_inputs: ExampleInputs) -> int:
-    """Parameters, buffers and the most that results of operations take at one time. See `rlsprune.profile`."""
+    """Measures parameters, buffers and the most that results take at one time, in bytes. See `rlsprune.profile`."""
     tensors = [*unwrap(model).parameters(), *unwrap(model).buffers()]
     resident = {id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     with inference(model, example_inputs) as (plain, args, kwargs):

@@ -47,9 +47,9 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 def inference(
     model: nn.Module, example_inputs: ExampleInputs
 ) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """A copy of the model to run, and the arguments to run it with: in `eval()`, without gradients, leaving no trace.
+    """Yields a copy of the model and the arguments to run it with: in `eval()`, without gradients, leaving no trace.
 
-    The copy shares the model's parameters. Random number generators are as before afterwards.
+    The copy shares the model's parameters. The random number generators are restored afterwards.
     """
     check_network(model, values=False)
     check_inputs(example_inputs)
@@ -63,7 +63,7 @@ def inference(
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Runs the block without code that ``model.compile()`` made, which skips hooks."""
+    """Runs the block without the code that ``model.compile()`` made, which skips hooks."""
     calls = {module: module._compiled_call_impl for module in model.modules()}
     try:
         for module in calls:
@@ -78,7 +78,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def preserved(model: nn.Module) -> Iterator[None]:
     """Runs the block in evaluation mode, with every parameter traceable by autograd, and restores everything.
 
-    That is the mode of every submodule, ``requires_grad``, buffers, hooks, a compiled call, and the random state.
+    It restores the mode of every submodule, ``requires_grad``, buffers, hooks, a compiled call and the random state.
     """
     modules = list(model.modules())
     training = [module.training for module in modules]
@@ -101,7 +101,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
             for module, mode, ours in zip(modules, training, hooks, strict=True):
                 module.training = mode
                 for key in set(module._forward_hooks) - ours:
-                    # The hooks of a trace that failed half-way.
+                    # Hooks of a trace that failed half-way.
                     del module._forward_hooks[key]
             for parameter, flag in zip(parameters, wanted_grad, strict=True):
                 parameter.requires_grad_(flag)
@@ -130,7 +130,7 @@ def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def refuse_inference_mode(what: str) -> None:
-    """Raises inside ``torch.inference_mode()``, where tensors are made that can never be trained again."""
+    """Raises inside ``torch.inference_mode()``, where new tensors can never be trained."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{what} makes new weights, and those made inside torch.inference_mode() cannot be trained: call it "
@@ -142,8 +142,8 @@ def refuse_inference_mode(what: str) -> None:
 def outside_autocast(model: nn.Module) -> Iterator[None]:
     """Switches autocast off, which would solve systems in half precision and remember weights that are gone.
 
-    One that the network enters itself, or a held-out loss, forgets its half-precision weights when it is left, but only
-    as the outermost one: so it is made that.
+    An autocast that the network or a held-out loss enters forgets its half-precision weights when it is left, but only
+    if it is the outermost one: so the block makes it the outermost.
     """
     kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
     enabled = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
@@ -171,15 +171,15 @@ def run_once(model: nn.Module, example_inputs: ExampleInputs) -> Any:
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleInputs) -> int:
-    """Runs the model itself, hooks and all, over batches in `eval()`; its mode is as before afterwards.
+    """Runs the model itself, with its hooks, over batches in `eval()`, and restores its mode.
 
     Args:
         model: The network.
         batches: Inputs as the model takes them, or (inputs, targets) pairs as a data loader gives them.
-        example_inputs: What a single call takes, to tell the two apart.
+        example_inputs: Inputs of a single call, to tell the two apart.
 
     Returns:
-        How many batches there were.
+        The number of batches.
     """
     kind = next(kind for kind in (Tensor, Mapping, tuple, list) if isinstance(example_inputs, kind))
     count = 0
@@ -196,7 +196,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], example_inputs: ExampleIn
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Attention by the operations it is made of: its fused inference path is opaque to FLOP counting and exporters."""
+    """Switches off attention's fused inference path, which is opaque to FLOP counting and exporters."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -207,7 +207,7 @@ def plain_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_random_state(model: nn.Module) -> Iterator[None]:
-    """Restores the random numbers of the CPU and of the model's devices."""
+    """Restores the random state of the CPU and of the model's devices."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -24,27 +24,27 @@ _CONVOLUTIONS: dict[Callable[..., Any], int] = {torch.conv1d: 1, torch.conv2d: 2
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A call, before or after it is made. Row ``i`` of the matrix belongs to place ``i`` of the output."""
+    """A call, before or after it is made. Row ``i`` of the input matrix belongs to place ``i`` of the output."""
 
     inputs: Tensor
-    """As the call got it."""
+    """The input as the call got it."""
     weight: Tensor
     bias: Tensor | None
     dims: int = 0
-    """How many dimensions a convolution moves in; 0 for a linear layer."""
+    """Number of dimensions that a convolution moves in; 0 for a linear layer."""
     stride: tuple[int, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
-    """Before and after, for each dimension."""
+    """Padding before and after, for each dimension."""
     dilation: tuple[int, ...] = ()
     groups: int = 1
     stuffing: tuple[int, ...] = ()
-    """The stride of a transposed convolution: it is an ordinary one over the input with zeros between the pixels."""
+    """Stride of a transposed convolution, which is an ordinary one over the input with zeros between the pixels."""
     turned: bool = False
     """Whether the weight is (inputs, outputs), as in the ``Conv1D`` of transformers."""
 
     @property
     def width(self) -> int:
-        """Inputs of one group: columns of the matrix."""
+        """Returns the number of inputs of one group: columns of the input matrix."""
         if self.turned:
             return len(self.weight)
         if self.stuffing:
@@ -53,7 +53,7 @@ class Product:
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as a matrix, ``(groups, width, outputs of a group)``."""
+        """Returns the weight as a matrix, ``(groups, width, outputs of a group)``."""
         weight = self.weight.detach()
         if self.turned:
             return weight.unsqueeze(0)
@@ -63,7 +63,7 @@ class Product:
         return by_group.movedim(2, -1).flatten(1, -2)
 
     def weight_of(self, matrix: Tensor) -> Tensor:
-        """The inverse of `matrix`."""
+        """Inverts `matrix`: returns the weight in its own shape."""
         if self.turned:
             return matrix.squeeze(0)
         if not self.stuffing:
@@ -74,12 +74,12 @@ class Product:
 
     @property
     def batched(self) -> Tensor:
-        """The input with a batch dimension."""
+        """Returns the input with a batch dimension."""
         return self.inputs.unsqueeze(0) if self.dims and self.inputs.dim() == self.dims + 1 else self.inputs
 
     @property
     def spatial(self) -> tuple[int, ...]:
-        """Size of the output's places: (batch, …), without channels."""
+        """Returns the sizes of the output's places: (batch, …), without channels."""
         if not self.dims:
             return tuple(self.inputs.shape[:-1])
         inputs = self.batched
@@ -93,17 +93,17 @@ class Product:
 
     @property
     def places(self) -> int:
-        """How many rows the matrix has."""
+        """Returns the number of rows of the input matrix."""
         return math.prod(self.spatial)
 
     def counted(self, padding: Tensor | None) -> Tensor | None:
-        """Whether each row counts by a mask of tokens; None if the rows are no tokens."""
+        """Returns for each row whether it counts by a mask of tokens; None if the rows are not tokens."""
         if padding is None or self.spatial not in (tuple(padding.shape), (padding.numel(),)):
             return None
         return padding.flatten().bool()
 
     def rows(self, where: Tensor) -> Tensor:
-        """The rows of these places: ``(groups, len(where), width)``."""
+        """Returns the rows of these places: ``(groups, len(where), width)``."""
         if not self.dims:
             return self.inputs.reshape(-1, self.inputs.shape[-1])[where.to(self.inputs.device)].unsqueeze(0)
         where = where.to(self.inputs.device)
@@ -122,7 +122,7 @@ class Product:
         return patches.reshape(len(where), self.groups, self.width).movedim(1, 0)
 
     def at(self, output: Tensor, where: Tensor) -> Tensor:
-        """What a tensor of the output's shape holds at these places: ``(len(where), channels)``."""
+        """Returns the entries of a tensor of the output's shape at these places: ``(len(where), channels)``."""
         where = where.to(output.device)
         if not self.dims:
             return output.reshape(-1, output.shape[-1])[where]
@@ -134,7 +134,7 @@ class Product:
 
 
 def product_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
-    """The call of a linear or convolution function, or of ``addmm``; None for any other function."""
+    """Returns the call of a linear or convolution function, or of ``addmm``; None for any other function."""
     if function is F.linear:
         inputs, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
         return Product(inputs, weight, bias)

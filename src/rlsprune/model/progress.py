@@ -16,7 +16,7 @@ _WIDTH = 24
 
 
 Progress = Callable[[str, int, int | None], object]
-"""Told what is being done: the stage, how much of it is done, and of how much, if that is known."""
+"""Callback for progress: takes the name of the stage, the amount done, and the total, if that is known."""
 
 _Item = TypeVar("_Item")
 
@@ -44,7 +44,7 @@ def shown_progress(given: Progress | None = None, stream: TextIO | None = None) 
 
 
 def watched(items: Iterable[_Item], stage: str, tell: Progress) -> Iterator[_Item]:
-    """The items, told one by one."""
+    """Yields the items, and reports the progress before each."""
     total = len(items) if isinstance(items, Sized) else None
     for number, item in enumerate(items):
         tell(stage, number, total)

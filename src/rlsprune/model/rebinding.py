@@ -1,4 +1,4 @@
-"""Functions that a copy of a network took over from it, made to use the copy.
+"""Makes the functions that a copy of a network took over from it use the copy.
 
 ``copy.deepcopy`` copies a bound method together with its object, but leaves functions as they are: a forward that was
 replaced by a function would run the layers of the original. A function that finds the network among the globals of its
@@ -34,12 +34,12 @@ def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 class _Rebinding:
-    """From a value to what stands for it in the copy: the value itself, where nothing of the original is in it."""
+    """Maps a value to its counterpart in the copy: the value itself, if it holds nothing of the original."""
 
     def __init__(self, copies: Mapping[int, Any]) -> None:
         self._copies = dict(copies)
         self._foreign: set[int] = set()
-        """Ids of values in which nothing of the original is."""
+        """Ids of values that hold nothing of the original."""
 
     def __call__(self, value: Any) -> Any:
         if id(value) not in self._copies and self._is_foreign(value):
@@ -93,7 +93,7 @@ def _mapped(function: _Rebinding, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a function, or a container of such, may use."""
+    """Returns the values that a function, or a container of functions, may use."""
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
@@ -117,7 +117,7 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """The global names that it uses, without functions of other files, which know nothing of the network."""
+    """Returns the globals that a function uses, without functions of other files, which do not know the network."""
     known = function.__globals__
     used = {name: known[name] for name in _global_names(function.__code__) if name in known}
     return {
@@ -126,6 +126,6 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Also those that functions inside of it use."""
+    """Returns the global names that code uses, including functions inside of it."""
     own = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     return own.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

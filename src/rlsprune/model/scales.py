@@ -1,4 +1,4 @@
-"""Whether the columns that a layer reads are of one scale."""
+"""A warning about columns of very different scales that a layer reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _APART = 1e3  # the largest over the least
 def warn_of_scales(layer: nn.Module, inputs: Tensor) -> None:
     """Warns if a linear layer reads raw columns, some of which are large and a thousand times larger than others.
 
-    Only what no other layer has computed is looked at, and only on the CPU: elsewhere the host would wait.
+    It looks only at inputs that no other layer has computed, and only on the CPU: elsewhere the host would wait.
     """
     if not isinstance(layer, nn.Linear) or inputs.requires_grad or inputs.ndim != 2 or host_waits(inputs.device):
         return

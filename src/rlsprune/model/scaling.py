@@ -1,6 +1,6 @@
 """Columns scaled to mean 0 and deviation 1, and the scaling moved into the layers that read or write them.
 
-A layer that reads (x − μ) / σ with weight W and bias b computes what a layer computes that reads x with weight
+A layer that reads (x − μ) / σ with weight W and bias b computes the same as a layer that reads x with weight
 W' = W / σ and bias b − W' μ. A layer that writes (y − μ) / σ writes y with weight σW and bias σb + μ.
 """
 
@@ -35,7 +35,7 @@ class Scaling:
 
     @classmethod
     def of(cls, rows: Tensor, *, centred: bool = True) -> Scaling:
-        """The scaling of the columns of (N, columns); without `centred` μ is 0 and σ the root mean square."""
+        """Computes the scaling of the columns of (N, columns); without `centred` μ is 0 and σ the root mean square."""
         values = rows.cpu().double()
         mean = values.mean(0) if centred else torch.zeros_like(values[0])
         deviation = (values - mean).square().mean(0).sqrt()
@@ -43,11 +43,11 @@ class Scaling:
         return cls(mean, torch.where(deviation > rounding, deviation, 1.0))
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Rows with scaled columns, in their own type."""
+        """Returns the rows with scaled columns, in their own dtype."""
         return ((rows.cpu().double() - self.mean) / self.deviation).to(rows)
 
     def unscaled(self, rows: Tensor) -> Tensor:
-        """The rows whose columns were scaled, in float64."""
+        """Undoes the scaling of the rows' columns, in float64."""
         return rows.cpu().double() * self.deviation + self.mean
 
     def add_to_reader(self, layer: nn.Linear) -> None:
@@ -73,7 +73,7 @@ class Scaling:
         _write(layer, weight, (_bias(layer) - self.mean) / self.deviation)
 
     def _read_by(self, layer: nn.Linear) -> tuple[Tensor, Tensor]:
-        """Means and deviations of the columns that a layer has kept."""
+        """Returns means and deviations of the columns that a layer has kept."""
         kept = kept_inputs(layer)
         columns: Any = slice(None) if kept is None else kept.cpu()
         return self.mean[columns], self.deviation[columns]

@@ -1,7 +1,7 @@
-"""The input selector: a pruned model takes the inputs it always took and picks the features that it kept.
+"""The input selector, with which a pruned model takes the same inputs as before and picks the features it kept.
 
 The selector is a buffer, `kept_inputs`, and a forward pre-hook on the `Linear` layer that reads the raw features. The
-names of the parameters stay as they were; the state dict gains one name. Forward hooks see the features picked.
+names of the parameters stay as they were; the state dict gains one name. Forward hooks see the picked features.
 
 Picking takes about 3 µs of a call on a CPU, at batch 1 as at 64: 1 µs is the gather (a slice of contiguous features is
 no faster), the rest is how torch calls hooks. A network whose call takes 10 µs is better stripped.
@@ -29,19 +29,19 @@ __all__ = [
 ]
 
 KEPT_INPUTS = "kept_inputs"
-"""The buffer's name: int64 indices of the kept features among the original ones, ascending."""
+"""Name of the buffer with the indices of the kept features among the original ones: int64, ascending."""
 
 _FULL_WIDTH = "full_in_features"
 
 
 def select_inputs(layer: nn.Linear, kept: Tensor | Sequence[int]) -> None:
-    """Lets a layer pick `kept` from the features that it takes now. The caller slices its weight afterwards.
+    """Makes a layer pick `kept` from the features that it takes now. The caller slices its weight afterwards.
 
     Called again, the indices count the features kept so far; the buffer always holds indices of the original ones.
 
     Args:
         layer: A layer that reads input features, before the columns of its weight are sliced.
-        kept: Ascending indices below `layer.in_features`. All of them: nothing changes.
+        kept: Ascending indices below `layer.in_features`. With all of them, nothing changes.
 
     Raises:
         ValueError: If the indices are empty, out of range, not ascending or repeated.
@@ -60,7 +60,7 @@ def set_kept_inputs(layer: nn.Linear, kept: Tensor | Sequence[int] | None, width
     Args:
         layer: The layer that reads the features.
         kept: Ascending indices of the original features, or None to remove the selector.
-        width: The number of original features; None: what it is now.
+        width: Number of original features; None for the present number.
     """
     if kept is None:
         _remove(layer)
@@ -78,9 +78,9 @@ def set_kept_inputs(layer: nn.Linear, kept: Tensor | Sequence[int] | None, width
 
 
 def kept_features(model: nn.Module) -> dict[str, list[int]]:
-    """The original input features that a pruned model still reads, by the name of the layer that selects them.
+    """Returns the original input features that a pruned model still reads, by the layer that selects them.
 
-    Empty if the model reads all of them.
+    The result is empty if the model reads all of them.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 2))
@@ -93,20 +93,20 @@ def kept_features(model: nn.Module) -> dict[str, list[int]]:
 
 
 def kept_inputs(layer: nn.Module) -> Tensor | None:
-    """The indices of the original features that the layer picks, or None if it takes its input as it comes."""
+    """Returns the indices of the original features that the layer picks, or None if it takes its input as it comes."""
     if _select not in layer._forward_pre_hooks.values():
         return None
     return layer.get_buffer(KEPT_INPUTS)
 
 
 def full_in_features(layer: nn.Linear) -> int:
-    """The number of features in the layer's input, before its selector if it has one."""
+    """Returns the number of features in the layer's input, before its selector if it has one."""
     width: int = layer.in_features if kept_inputs(layer) is None else getattr(layer, _FULL_WIDTH)
     return width
 
 
 def strip_inputs(model: nn.Module) -> nn.Module:
-    """A deep copy whose layers take only the kept features: the caller selects them, `x[..., kept]`.
+    """Makes a deep copy whose layers take only the kept features: the caller selects them, `x[..., kept]`.
 
     The copy has none of this package's training hooks. Adapt a forward that hard-codes the number of features, such
     as `x.view(-1, 784)`.
@@ -127,10 +127,11 @@ def strip_inputs(model: nn.Module) -> nn.Module:
 
 
 def _select(self: Any, input: tuple[Tensor]) -> tuple[Tensor]:  # noqa: A002 (the names of a scripted hook)
-    """The forward pre-hook. A plain function of the module: pickled and copied by name, traced by every compiler.
+    """Picks the kept features, as a forward pre-hook.
 
-    Its names and types are those that `torch.jit.script` asks of a hook. The buffer is read as an attribute:
-    `get_buffer` takes longer than the gather.
+    It is a plain function, so it is pickled and copied by name, and every compiler traces it. Its names and types are
+    those that `torch.jit.script` asks of a hook. The buffer is read as an attribute: `get_buffer` takes longer than the
+    gather.
     """
     if len(input) == 0:
         raise TypeError("a layer with pruned inputs takes its input as first argument, not by name: call layer(x)")
@@ -154,7 +155,7 @@ def _remove(layer: nn.Module) -> None:
 
 
 def check_kept(kept: Tensor | Sequence[int], width: int) -> Tensor:
-    """The indices as a new int64 tensor on the CPU.
+    """Returns the indices as a new int64 tensor on the CPU.
 
     Raises:
         ValueError: If they are empty, not integers, outside `width`, not ascending or repeated.

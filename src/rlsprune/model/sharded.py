@@ -1,6 +1,6 @@
 """Networks divided over processes by ``fully_shard``, whose parameters change their shape.
 
-The only place that knows how ``fully_shard`` keeps its books.
+Only this module knows the internals of ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["obstacle", "plain_class", "settle", "sharded_modules"]
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules that ``fully_shard`` was called on."""
+    """Returns the modules that ``fully_shard`` was called on."""
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -26,13 +26,13 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before ``fully_shard`` put its own in front of it."""
+    """Returns the class of a module before ``fully_shard`` put its own in front of it."""
     kind: type[nn.Module] = type(module).__mro__[2]
     return kind
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Why the parameters of a divided network cannot be cut, or None."""
+    """Returns why the parameters of a divided network cannot be cut, or None."""
     for name, parameter in model.named_parameters():
         placements = parameter.placements if is_sharded(parameter) else ()  # type: ignore[attr-defined]
         if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
@@ -63,7 +63,7 @@ def settle(model: nn.Module) -> None:
             books.padded_sharded_param_size = _with_size(parameter.shape, dim, largest)
             if books.post_forward_mesh_info:
                 books._init_sharded_post_forward_param_metadata(meta)
-            # What a forward gathers into has the old size.
+            # The buffers that a forward gathers into have the old size.
             books.all_gather_outputs = []
             if hasattr(books, "_unsharded_param"):
                 del books._unsharded_param
@@ -71,7 +71,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _books(modules: Iterable[Any]) -> Iterator[Any]:
-    """What ``fully_shard`` keeps of each parameter of the modules that it was called on."""
+    """Yields what ``fully_shard`` keeps of each parameter of the modules that it was called on."""
     for module in modules:
         state = module._get_fsdp_state()
         # One group a module until torch 2.10 or so, several since.
@@ -81,7 +81,7 @@ def _books(modules: Iterable[Any]) -> Iterator[Any]:
 
 
 def _ways(parameter: Any) -> int:
-    """Over how many processes a parameter is divided."""
+    """Returns the number of processes over which a parameter is divided."""
     sizes = [parameter.device_mesh.size(dim) for dim, kind in enumerate(parameter.placements) if kind.is_shard()]
     return sizes[0] if sizes else 1
 

@@ -1,4 +1,4 @@
-"""The sizes of a layer: which attributes state them, and the shapes of its tensors that follow from them."""
+"""The sizes of a layer: the attributes that state them, and the shapes of its tensors that follow from them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def is_transposed_linear(layer: nn.Module) -> bool:
-    """Whether it is the ``Conv1D`` of transformers (GPT-2): a linear layer whose weight is (in, out)."""
+    """Whether a layer is the ``Conv1D`` of transformers (GPT-2): a linear layer whose weight is (in, out)."""
     return type(layer).__name__ == "Conv1D" and all(hasattr(layer, name) for name in ("nx", "nf", "weight"))
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is the experts of a mixture as transformers keeps them: gated blocks, in two tensors of all."""
+    """Whether a module holds the experts of a mixture as transformers does: gated blocks, all in two tensors."""
     if type(vars(module).get("intermediate_dim")) is not int:
         return False
     own = dict(module.named_parameters(recurse=False))
@@ -160,11 +160,11 @@ HEAD_SIZES: dict[str, tuple[str, ...]] = {
     "kv_width": ("kv_dim", "kv_size"),
     "outer_width": ("embed_dim", "hidden_size", "d_model", "dim", "n_embd", "embedding_dim"),
 }
-"""What the sizes of an attention are called. An outer width may be that of its input, or that of all heads."""
+"""Attribute names of the sizes of an attention. An outer width may be that of its input, or that of all heads."""
 FITTED = "fitted"
-"""Among the sizes of an attention: 1 if its views have to be fitted, as it was when heads were gone."""
+"""Name of a size of an attention: 1 if its views have to be fitted, as after heads were removed."""
 _HEAD_NAMES = tuple(name for names in HEAD_SIZES.values() for name in names)
-# What has to be a multiple of what.
+# Pairs of a size and its divisor.
 _MULTIPLES = (("in_channels", "groups"), ("out_channels", "groups"), ("num_channels", "num_groups"))
 
 
@@ -181,7 +181,7 @@ def _kind(layer: nn.Module) -> _Kind | None:
 
 
 def read_sizes(layer: nn.Module) -> Sizes | None:
-    """The layer's size attributes, or None for a module that has none that we know how to change."""
+    """Returns the layer's size attributes, or None for a module that has none that we know how to change."""
     kind = _kind(layer)
     if kind is None:
         return {**head_sizes(layer), **({FITTED: 1} if isinstance(layer, Fitted) else {})} or None
@@ -192,13 +192,13 @@ def read_sizes(layer: nn.Module) -> Sizes | None:
 
 
 def head_sizes(module: nn.Module) -> Sizes:
-    """Attributes of a module that are called as the sizes of an attention are."""
+    """Returns the attributes of a module that are named like the sizes of an attention."""
     own = vars(module)
     return {name: own[name] for name in _HEAD_NAMES if type(own.get(name)) is int}
 
 
 def is_newly_sized(layer: nn.Module) -> bool:
-    """Whether it is an attention, a recurrent layer or experts, which files of 0.1.0 say nothing of."""
+    """Whether a layer is an attention, a recurrent layer or experts, whose sizes are not in files of 0.1.0."""
     kind = _kind(layer)
     return kind in (None, _EXPERTS) or not {nn.MultiheadAttention, nn.RNNBase}.isdisjoint(kind.types)
 
@@ -215,13 +215,13 @@ def write_sizes(layer: nn.Module, sizes: Mapping[str, int | list[int]]) -> None:
 
 
 def implied_shapes(layer: nn.Module, sizes: Mapping[str, int | list[int]]) -> Shapes:
-    """The shapes that the layer's tensors have at these sizes, by their names in the layer."""
+    """Returns the shapes that the layer's tensors have at these sizes, by their names in the layer."""
     kind = _kind(layer)
     return {} if kind is None else kind.shapes(layer, sizes)
 
 
 def check_sizes(layer: nn.Module, sizes: object) -> Sizes:
-    """The sizes, if the layer can take them by becoming smaller.
+    """Returns the sizes if the layer can take them by becoming smaller.
 
     Raises:
         ValueError: If names or types are not those of the layer, a size is below 1 or above what it is now, or groups

@@ -1,4 +1,4 @@
-"""Small things about tensors that several modules need."""
+"""Small functions on tensors that several modules need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.amp import is_autocast_available
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """Every tensor in the arguments or the results of a function: in lists, tuples and dicts, as torch's take them."""
+    """Returns every tensor in the arguments or results of a torch function, also in its lists, tuples and dicts."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -22,19 +22,19 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def complement(size: int, gone: Tensor) -> Tensor:
-    """The indices below ``size`` that are not in ``gone``, ascending."""
+    """Returns the indices below ``size`` that are not in ``gone``, ascending."""
     mask = torch.ones(size, dtype=torch.bool, device=gone.device)
     mask[gone] = False
     return mask.nonzero().flatten()
 
 
 def sub_matrix(matrix: Tensor, stay: Tensor) -> Tensor:
-    """Some rows of a square matrix, and of them the same columns."""
+    """Returns some rows of a square matrix, with the same columns only."""
     return matrix.index_select(0, stay).index_select(1, stay)
 
 
 def memory_format(tensor: Tensor) -> torch.memory_format:
-    """How a tensor lies in memory: channels last, or in order."""
+    """Returns the memory format of a tensor: channels last, or contiguous."""
     candidates = {4: torch.channels_last, 5: torch.channels_last_3d}
     if tensor.ndim in candidates and not tensor.is_contiguous():
         wanted = candidates[tensor.ndim]
@@ -44,12 +44,12 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The tensor in float64, on the CPU where its device has none."""
+    """Returns the tensor in float64, on the CPU where its device has none."""
     return tensor.to(torch.device("cpu") if tensor.device.type == "mps" else tensor.device).double()
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, autocast does nothing."""
+    """Returns a context in which autocast does nothing."""
     on = is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
@@ -66,19 +66,19 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process has: all of it, but for a ``DTensor``."""
+    """Returns the part of a tensor that this process has: all of it, except of a ``DTensor``."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; the parts of a ``DTensor`` are gathered, so all processes ask for it together."""
+    """Returns all of a tensor. Gathers the parts of a ``DTensor``, so all processes must call it together."""
     full: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full
 
 
 def placed_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor of the parameter's shape, divided over the processes as the parameter is."""
+    """Divides a tensor of the parameter's shape over the processes as the parameter is."""
     if not is_sharded(parameter) or is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -98,17 +98,17 @@ def forget_compiled_code() -> None:
 
 
 def replace_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a parameter or buffer new data, of any shape, and drop its gradient.
+    """Gives a parameter or buffer new data, of any shape, and drops its gradient.
 
     A loss that is still alive keeps the gradient accumulator of the old shape alive, and the next backward would use
     it and fail. Data of another dtype makes autograd forget it; hooks are kept elsewhere and survive.
 
-    A parameter divided by ``fully_shard`` is given a part of the data, and `rlsprune.model.sharded.settle` tells
+    A parameter divided by ``fully_shard`` gets a part of the data, and `rlsprune.model.sharded.settle` tells
     ``fully_shard`` about it.
     """
     tensor.grad = None
     if is_sharded(tensor):
-        # A DTensor is not only its data: the parameter stays the same object, and all that is in it is exchanged.
+        # A DTensor is not only its data: the parameter stays the same object, and its contents are exchanged.
         new = nn.Parameter(placed_like(tensor, data).detach(), requires_grad=tensor.requires_grad)
         own = dict(vars(tensor))
         torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What RLS refuses: settings that make no sense, layers resized behind its back, and states of other networks."""
+"""Checks for settings that make no sense, layers resized behind RLS's back, and states of other networks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_settings(model: object, **settings: Any) -> None:
     check_network(model, values=False)
     for name, p in model.named_parameters():
         if any(size > 1 and not stride for size, stride in zip(p.shape, p.stride(), strict=True)):
-            raise ValueError(f"entries of {name!r} lie in one place (strides {p.stride()}): clone() it to train it")
+            raise ValueError(f"entries of {name!r} share memory (strides {p.stride()}): clone() it to train it")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient: unfreeze the layers to train first")
 
@@ -50,27 +50,27 @@ def check_unresized(group: Mapping[str, Any], state: State) -> None:
     """Raises if something has given a layer another size without cutting what the optimizer keeps for it."""
     for what, was, now in _other_sizes(group, [state.get(p, {}) for p in group["params"]]):
         raise RuntimeError(
-            f"layer {group['name']!r} was resized: its {what} is of size {was}, the layer of {now}. "
+            f"layer {group['name']!r} was resized: its {what} has size {was}, the layer {now}. "
             "Prune with rlsprune.Pruner, which cuts the optimizer's state as well, or make a new optimizer"
         )
 
 
 def states_for(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """What a state dict has for each parameter.
+    """Returns what a state dict holds for each parameter.
 
     Raises:
-        ValueError: It is of other layers, or of other shapes.
+        ValueError: The state dict is for other layers, or for other shapes.
     """
     saved_groups = state_dict["param_groups"]
     names = [[group.get("name") for group in every] for every in (saved_groups, groups)]
     if names[0] != names[1]:
-        raise ValueError(f"the state dict is of layers {names[0]}, this optimizer of {names[1]}: build the same model")
+        raise ValueError(f"the state dict has layers {names[0]}, this optimizer {names[1]}: build the same model")
     states: dict[Tensor, dict[str, Any]] = {}
     for saved_group, group in zip(saved_groups, groups, strict=True):
         saved = [upgraded(state_dict["state"].get(key, {})) for key in saved_group["params"]]
         for what, was, now in _other_sizes(group, saved):
             raise ValueError(
-                f"layer {group.get('name')!r}: the saved {what} is of size {was}, the layer of {now}: load the pruned "
+                f"layer {group.get('name')!r}: the saved {what} has size {was}, the layer {now}: load the pruned "
                 "model (rlsprune.load) before its optimizer"
             )
         states |= {p: own for p, own in zip(group["params"], saved, strict=False) if own}
@@ -78,7 +78,7 @@ def states_for(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any
 
 
 def _other_sizes(group: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """What is kept for a layer's parameters in another size than the layer has, that size, and the layer's."""
+    """Yields what is kept in another size than the layer's: its name, its size, and the layer's."""
     for p, own in zip(group["params"], kept, strict=False):
         inputs = p.shape[1:].numel() + (len(group["params"]) > 1)
         if INVERSE in own and (was := form_of(own[INVERSE]).like.shape[-1]) != inputs:

@@ -1,7 +1,7 @@
-"""What the optimizer keeps of a layer's P: made, joined, moved, copied and read from files.
+"""The entry of a layer's P in the optimizer's state: functions that create, join, move and upgrade it.
 
 `optimizer.state[weight]["inverse"]` is a dict of plain values: ``{"P"}``, or ``{"C", "T", "beta", "rows", "rank"}``
-(`rlsprune.optim.factored.initial_factors`). A form wraps it.
+(`rlsprune.optim.factored.initial_factors`). A form, `Whole` or `Factored`, wraps it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Form = Whole | Factored
 InverseStep = WholeStep | FactoredStep
 
 RANK = 16
-"""How many directions of the mean inputs are kept apart by default: docs/settings.md has the measurements."""
+"""Number of directions of the mean inputs kept apart by default; docs/settings.md has the measurements."""
 
 
 def in_factors(inputs: int, rank: int | None) -> bool:
-    """Whether P of a layer is kept in factors: where C in float32 and T in float64 take less than P."""
+    """Whether P of a layer is kept in factors: if C in float32 and T in float64 take less memory than P."""
     return rank is not None and inputs > 2 * capacity(rank)
 
 
 def initial_entry(x: Tensor, p0: float, rank: int | None) -> InverseState:
-    """``P = p0·I`` for a layer with this mean input ``(G, n)``: in factors, if those are smaller than P."""
+    """Returns the entry of ``P = p0·I`` for this mean input, ``(G, n)``: in factors if those are smaller than P."""
     return _initial(x, p0, rank if in_factors(x.shape[-1], rank) else None)
 
 
 def renewed(entry: InverseState, shape: Sequence[int], p0: float) -> InverseState:
-    """``P = p0·I`` in the form of an entry, for a mean input of this shape."""
+    """Returns the entry of ``P = p0·I`` in the form of a given entry, for a mean input of this shape."""
     return _initial(form_of(entry).like.new_empty(*shape), p0, entry.get("rank"))
 
 
@@ -44,31 +44,31 @@ def _initial(x: Tensor, p0: float, rank: int | None) -> InverseState:
 
 
 def form_of(entry: InverseState) -> Form:
-    """The form of one layer's P."""
+    """Wraps the entry of one layer's P in its form."""
     return Whole(entry) if "P" in entry else Factored(entry)
 
 
 def inverse_step(sizes: Sequence[Sequence[InverseState]]) -> InverseStep:
-    """P of layers in a step: for each size the entries of its layers, which are of one `kind`.
+    """Prepares P of several layers for a step, from the entries of the layers of each size, all of one `kind`.
 
-    What is joined of them lies in memory one after the other from then on (`rlsprune.optim.packing.pack`).
+    Tensors that are joined for it lie in memory one after the other from then on (`rlsprune.optim.packing.pack`).
     """
     return WholeStep(sizes[0]) if "P" in sizes[0][0] else FactoredStep(sizes)
 
 
 def kind(entry: InverseState) -> tuple[Any, ...]:
-    """What has to be equal for layers to be stepped in one: with P in factors, all but their sizes."""
+    """Returns a key that is equal for layers that can be stepped as one: with P in factors, their sizes may differ."""
     parts = (value for key, value in entry.items() if key != "C")
     return tuple((part.shape, part.dtype) if isinstance(part, Tensor) else part for part in parts)
 
 
 def of_groups(entry: InverseState, keep: Tensor) -> InverseState:
-    """A new entry, for some of the groups."""
+    """Returns a new entry with some of the groups."""
     return {key: value[keep] if isinstance(value, Tensor) else value for key, value in entry.items()}
 
 
 def moved(entry: InverseState, like: Tensor) -> InverseState:
-    """The entry on the device of a mean input, P or C in its dtype; itself, if it is so already."""
+    """Returns the entry on the device of a mean input, with P or C in its dtype; the entry itself if it already is."""
     main, small = form_of(entry).like, factors.wide(like.device)
     if main.device == like.device and main.dtype == like.dtype:
         return entry
@@ -79,7 +79,7 @@ def moved(entry: InverseState, like: Tensor) -> InverseState:
 
 
 def upgraded(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's saved state. Version 0.1.0 saved P as a list of diagonal blocks, which becomes P whole."""
+    """Upgrades a parameter's saved state: version 0.1.0 saved P as a list of diagonal blocks, which becomes P whole."""
     blocks = state.get(INVERSE)
     if not isinstance(blocks, list):
         return state

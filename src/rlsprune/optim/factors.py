@@ -5,13 +5,13 @@ Eq. (16) for ``P⁻¹`` is ``β ← λβ`` and one more row ``√(k/β)·x`` in 
 
     P = (I − ZᵀZ)/β,    xᵀPx = (xᵀx − |TCx|²)/β,    ∇W P = (∇W − (∇W Zᵀ)Z)/β.
 
-A new row of C adds a row to T, by what ``xᵀPx`` is computed from: no matrix is factorised in a step. Nothing n×n is
-formed, and P is positive definite whatever is rounded. When C is full its strongest directions stay, and the energy of
+A new row of C adds a row to T, computed from the terms of ``xᵀPx``: no matrix is factorised in a step. No n×n matrix is
+formed, and P is positive definite despite rounding. When C is full, its strongest directions stay and the energy of
 the others goes to β.
 
-Shapes: C ``(G, m, n)``, T ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it. What has no n in its
-shape is computed for layers of all sizes at once.
-Nothing here but `compress` makes the host wait for the device.
+Shapes: C ``(G, m, n)``, T ``(G, m, m)`` and β ``(G,)``, both in float64 where the device has it. Tensors without n in
+their shape are computed for layers of all sizes at once.
+Only `compress` makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rlsprune.optim.functional import Matrices
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """The dtype of the small matrices: float64, but on Metal, which has none."""
+    """Returns the dtype of the small matrices: float64, or float32 on Metal, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def gram(C: Tensor) -> Tensor:
-    """``CCᵀ``, ``(G, m, m)``."""
+    """Computes ``CCᵀ``, ``(G, m, m)``."""
     rows = C.to(wide(C.device))
     return rows.bmm(rows.mT)
 
 
 def whitener(gram: Tensor) -> Tensor:
-    """``T = L⁻¹`` for ``LLᵀ = I + CCᵀ``; NaN where C has grown too large for it."""
+    """Computes ``T = L⁻¹`` for ``LLᵀ = I + CCᵀ``; NaN where C has grown too large for it."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor, info = torch.linalg.cholesky_ex(identity + gram)
     inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
@@ -42,7 +42,7 @@ def whitener(gram: Tensor) -> Tensor:
 
 
 def excitation(T: Tensor, products: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-    """What a new row c of C is to the present ones.
+    """Computes how a new row c of C relates to the present ones.
 
     Args:
         T: ``(G, m, m)``.
@@ -57,9 +57,9 @@ def excitation(T: Tensor, products: Tensor, energy: Tensor) -> tuple[Tensor, Ten
 
 
 def append_(T: Tensor, known: Tensor, excitation: Tensor) -> None:
-    """Adds the row of a new row of C to T in place, whose last row is that of the identity.
+    """Fills in the last row of T, in place, for a new row of C; it must be that of the identity before.
 
-    With what `excitation` tells, ``L`` gets the row ``[knownᵀ, √(1 + excitation)]``, so that T, which is
+    With the results of `excitation`, ``L`` gets the row ``[knownᵀ, √(1 + excitation)]``, so that T, which is
     ``(G, m + 1, m + 1)``, gets ``[−knownᵀT, 1]/√(1 + excitation)``.
     """
     row, m = T[:, -1:], T.shape[-1] - 1
@@ -68,7 +68,7 @@ def append_(T: Tensor, known: Tensor, excitation: Tensor) -> None:
 
 
 def thin_product(Z: Tensor, gradient: Matrices) -> Tensor:
-    """``Z∇ᵀ``, ``(G, m, out)``."""
+    """Computes ``Z∇ᵀ``, ``(G, m, out)``."""
     weight, bias = gradient
     if bias is None:
         return Z.bmm(weight.mT)
@@ -78,7 +78,7 @@ def thin_product(Z: Tensor, gradient: Matrices) -> Tensor:
 def velocity_step_(
     velocity: Matrices, gradient: Matrices, Z: Tensor, thin: Tensor, momentum: float, scale: Tensor
 ) -> None:
-    """Eq. (21) in place, ``Ψ ← α·Ψ − s·(∇ − (Z∇ᵀ)ᵀZ)``, with `thin_product` and ``s = η/(hβ)``, ``(G, 1, 1)``."""
+    """Computes Eq. (21) in place, ``Ψ ← α·Ψ − s·(∇ − (Z∇ᵀ)ᵀZ)``, with `thin_product`, ``s = η/(hβ)``, ``(G, 1, 1)``."""
     (weight, bias), (weight_gradient, bias_gradient) = velocity, gradient
     left = (thin * scale).mT
     if bias is not None and bias_gradient is not None:
@@ -89,7 +89,7 @@ def velocity_step_(
 
 
 def forget(beta: Tensor, forgetting: float, limit: float) -> tuple[Tensor, Tensor]:
-    """``β ← λβ``, but not below ``1/limit``, and the factor of CᵀC that makes up for it.
+    """Computes ``β ← λβ``, but not below ``1/limit``, and the factor of CᵀC that makes up for the difference.
 
     A direction that is never excited keeps ``P = 1/β``, which plain forgetting lets grow without end (wind-up). At the
     floor C shrinks instead: ``λβ·CᵀC = β_floor·(λβ/β_floor)·CᵀC``.
@@ -100,17 +100,17 @@ def forget(beta: Tensor, forgetting: float, limit: float) -> tuple[Tensor, Tenso
 
 
 def compress(gram: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What turns C into its ``rank`` strongest directions, ``(G, rank, m)``, and what β is multiplied by.
+    """Computes the matrix that turns C into its ``rank`` strongest directions, ``(G, rank, m)``, and the factor of β.
 
     The energy τ that each of the other n − rank directions has lost on average goes to β, so that P⁻¹ keeps its trace:
-    ``I + CᵀC + τ(I − QᵀQ) = (1 + τ)(I + (CᵀC − τQᵀQ)/(1 + τ))``, with the kept directions in Q. Else a direction
+    ``I + CᵀC + τ(I − QᵀQ) = (1 + τ)(I + (CᵀC − τQᵀQ)/(1 + τ))``, with the kept directions in Q. Otherwise a direction
     that is dropped every time would never accumulate, and P would stay too large there.
 
     Makes the host wait for the device once. ``inputs`` is n of each group, ``(G, 1)``.
     """
     energies, directions = torch.linalg.eigh(gram)
     energies, directions = energies.clamp_min(0).flip(-1), directions.flip(-1)[..., :rank]
-    # Eigenvectors have no sign of their own, and ranks with other libraries shall come to the same C.
+    # The sign of an eigenvector is arbitrary: it is fixed, so that ranks with other libraries get the same C.
     largest = directions.gather(-2, directions.abs().argmax(-2, keepdim=True))
     kept = energies[..., :rank]
     lost = energies[..., rank:].sum(-1, keepdim=True) / (inputs - rank).clamp_min(1)

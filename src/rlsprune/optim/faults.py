@@ -12,9 +12,9 @@ from torch import Tensor
 from rlsprune.model.tensors import host_waits
 
 Fault = tuple[float, str]
-"""The place in the network, and what is wrong."""
+"""Place in the network, and description of the fault."""
 Check = tuple[Callable[[], list[Fault]], Tensor]
-"""What is wrong where a check fails, asked for only then, and a flag for each, on the device."""
+"""Function that lists the possible faults, called only if a check fails, and one flag for each on the device."""
 
 _MOST_UNDER_WAY = 16  # steps that the host may be ahead of an accelerator before it waits
 
@@ -27,10 +27,10 @@ class FaultWatch:
         self._looks: deque[_Look] = deque()
 
     def gates(self, checks: Sequence[Check]) -> dict[torch.device, Tensor | None] | None:
-        """What lets a step through, for each device: None for an open gate, or a 0-dim bool on the device.
+        """Returns the gate of a step for each device: None for an open gate, or a 0-dim bool on the device.
 
         Args:
-            checks: Of this step.
+            checks: Checks of this step.
 
         Returns:
             None if the step must not be taken.
@@ -53,7 +53,7 @@ class FaultWatch:
         """Raises or warns if a check of an earlier step failed.
 
         Args:
-            wait: For results that are still under way on an accelerator.
+            wait: Whether to wait for results that are still under way on an accelerator.
         """
         while self._looks and (wait or len(self._looks) > _MOST_UNDER_WAY or self._looks[0].arrived):
             self._tell(self._looks.popleft().failed(), stacklevel=4 if wait else 5)
@@ -84,18 +84,18 @@ class _Look:
         self._faults, self._flags = [faults for faults, _ in checks], flags
         self._event: torch.Event | None = None
         if flags.device.type in ("cuda", "xpu"):
-            # Elsewhere nothing tells when a copy is there: it is read when the next step begins, which waits.
+            # Other devices do not tell when a copy has arrived: the next step reads the flags and waits for them.
             self._flags = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
             self._event = torch.Event(flags.device)
             self._event.record()
 
     @property
     def arrived(self) -> bool:
-        """Whether reading it makes nobody wait, as far as that can be told."""
+        """Whether the flags can be read without waiting, as far as that can be told."""
         return self._event is None or bool(self._event.query())
 
     def failed(self) -> list[str]:
-        """What is wrong, in the order of the network: the cause comes before what it has spoilt."""
+        """Returns the faults in the order of the network, so that a cause comes before its consequences."""
         if self._event is not None:
             self._event.synchronize()
         if self._flags.all():

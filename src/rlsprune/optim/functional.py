@@ -1,10 +1,10 @@
 """The mathematics of RLS training, equations (16) to (22), as functions on plain tensors.
 
-Shapes: a layer with ``G`` groups (1 but for grouped convolutions) and ``n`` inputs per group has a mean input ``x`` of
-shape ``(G, n)`` and an inverse autocorrelation ``P`` of shape ``(G, n, n)``. Layers of equal size can be taken for one
-layer with the groups of all of them. PyTorch stores a weight as (out, in), the
-paper as (in, out); ``P`` is symmetric, so the paper's ``P·∇W`` is ``grad @ P`` here. A bias is the weight of an input
-that is always 1 and comes last in ``x`` and ``P``.
+Shapes: a layer with ``G`` groups (1 except in grouped convolutions) and ``n`` inputs per group has a mean input ``x``
+of shape ``(G, n)`` and an inverse autocorrelation ``P`` of shape ``(G, n, n)``. Layers of equal size can be taken for
+one layer with the groups of all of them. PyTorch stores a weight as (out, in), the paper as (in, out); ``P`` is
+symmetric, so the paper's ``P·∇W`` is ``grad @ P`` here. A bias is the weight of an input that is always 1 and comes
+last in ``x`` and ``P``.
 
 Nothing here reads a value back from the device.
 """
@@ -17,35 +17,35 @@ import torch
 from torch import Tensor, nn
 
 Matrices = tuple[Tensor, Tensor | None]
-"""What belongs to the weight, ``(G, out, n)``, and to the bias, ``(G, out)``, if there is one."""
+"""Tensor for the weight, ``(G, out, n)``, and for the bias, ``(G, out)``, if there is one."""
 
 # Rows of P scaled at a time when forgetting: bounds the temporary at this many rows instead of the size of P.
 _FORGET_ROWS = 256
 
 
 def initial_inverse(x: Tensor, p0: float) -> Tensor:
-    """``P = p0·I`` for a layer with this mean input."""
+    """Returns ``P = p0·I`` for a layer with this mean input."""
     groups, n = x.shape
     return torch.eye(n, dtype=x.dtype, device=x.device).mul_(p0).repeat(groups, 1, 1)
 
 
 def gain(P: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``u = P x`` (Eq. 17) and the excitation ``xᵀ u`` of Eq. (18): ``h = λ + k·xᵀu``."""
+    """Computes ``u = P x`` (Eq. 17) and the excitation ``xᵀ u`` of Eq. (18): ``h = λ + k·xᵀu``."""
     u = (x.unsqueeze(-2) @ P).squeeze(-2)  # P is symmetric, and P @ x takes ten times as long on a CPU
     return u, (x * u).sum(-1)
 
 
 def subtract_square_(P: Tensor, v: Tensor, sign: Tensor) -> None:
-    """``P ← P − s·vvᵀ`` in place, s = ±1 per group ``(G, 1)``, exactly symmetric and without a temporary the size of P.
+    """Computes ``P ← P − s·vvᵀ`` in place, s = ±1 per group ``(G, 1)``: exactly symmetric, no temporary of P's size.
 
     ``addcmul_`` computes ``P_ij − v_i·(s·v_j)``, the same in both triangles. ``addr_`` rounds its vectorised and its
-    remaining columns differently, and any other factor beside v does so too.
+    remaining columns differently, and a factor s other than ±1 rounds the triangles differently.
     """
     P.addcmul_(v.unsqueeze(-1), (v * sign).unsqueeze(-2), value=-1)
 
 
 def forget_(P: Tensor, forgetting: float, limit: float, gate: Tensor | None) -> None:
-    """``P ← P / λ`` in place if the gate is open, except that no diagonal entry is scaled past ``limit``.
+    """Computes ``P ← P / λ`` in place if the gate is open, but scales no diagonal entry past ``limit``.
 
     An input that is always zero (a border pixel, a dead ReLU) is never excited, so plain forgetting multiplies its row
     by 1/λ for ever until it overflows (wind-up). Here ``P ← D P D`` with ``d_i = min(λ^-½, √(limit / P_ii))``: a
@@ -61,13 +61,13 @@ def forget_(P: Tensor, forgetting: float, limit: float, gate: Tensor | None) -> 
 
 
 def norm(gradient: Tensor, bias_gradient: Tensor | None) -> Tensor:
-    """Norm of each group's gradient; not finite if an entry is not (or is above 1e19, whose square is not)."""
+    """Returns each group's gradient norm; not finite if an entry is not (or is above 1e19, whose square is not)."""
     total: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2))
     return total if bias_gradient is None else total.hypot(torch.linalg.vector_norm(bias_gradient, dim=1))
 
 
 def velocity_step_(velocity: Matrices, gradient: Matrices, P: Tensor, momentum: float, scale: Tensor) -> None:
-    """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇`` with ``s = η/h`` per group, without a temporary of P∇."""
+    """Computes Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇`` with ``s = η/h`` per group, without a temporary of P∇."""
     (weight, bias), (weight_gradient, bias_gradient) = velocity, gradient
     if bias is None or bias_gradient is None:
         weight.baddbmm_(weight_gradient * -scale[:, None, None], P, beta=momentum)
@@ -78,12 +78,12 @@ def velocity_step_(velocity: Matrices, gradient: Matrices, P: Tensor, momentum: 
 
 
 def mean_rows(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Eq. (19): the mean input of a fully-connected layer over the batch and any other leading dimensions."""
+    """Computes Eq. (19), the mean input of a fully-connected layer over the batch and other leading dimensions."""
     return inputs.reshape(-1, inputs.shape[-1]).mean(0, dtype=dtype)
 
 
 def mean_patch(images: Tensor, windows: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Eq. (20): the mean over batch and output positions of the unfolded patches, ``(C, *kernel)``.
+    """Computes Eq. (20), the mean over batch and output positions of the unfolded patches, ``(C, *kernel)``.
 
     Unfolding is linear and separable, so the batch is averaged first and the one mean image is then contracted with
     the windows of each spatial dimension (`window_weights`): exact, and no patch is ever written out.
@@ -110,14 +110,14 @@ def window_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, int]:
-    """How often each position of a spatial dimension stands under each kernel tap, averaged over output positions.
+    """Counts how often each position of a spatial dimension is under each kernel tap, averaged over output positions.
 
     Returns:
         A ``(kernel, size)`` matrix with ``1/U`` for every output position at which the tap lies on that element (zero
         padding counts as zero, other modes as the element they repeat), and U, the number of output positions.
     """
     source = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")[None, None]
-    # Element numbers start at 1, so that 0 is what zero padding leaves.
+    # Element numbers start at 1, so that 0 marks zero padding.
     padded = nn.functional.pad(source, (before, after), mode="constant" if mode == "zeros" else mode)[0, 0].long()
     positions = (padded.numel() - dilation * (kernel - 1) - 1) // stride + 1
     offsets = torch.arange(kernel, device="cpu")[:, None]

@@ -1,4 +1,4 @@
-"""Is a layer's P still what it should be, a symmetric positive definite matrix?"""
+"""The health of a layer's P, which must stay symmetric and positive definite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LayerHealth:
 
     @property
     def healthy(self) -> bool:
-        """Finite, symmetric and positive definite."""
+        """Whether P is finite, symmetric and positive definite."""
         return 0 < self.smallest_eigenvalue < float("inf") and self.asymmetry == 0
 
     def __str__(self) -> str:

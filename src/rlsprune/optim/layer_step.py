@@ -24,15 +24,15 @@ from rlsprune.optim.sgd_step import step_parameters_
 # seen in the mean, so it drifts to the limit, and one active sample is then amplified by it: on MNIST's border pixels
 # 10 diverges and 2 trains.
 WIND_UP_LIMIT = 2.0
-# The share of its own size by which a step may be rounded in the direction of the mean input. Beyond it P whole turns
-# indefinite within some thousand steps, and in factors the step is mostly rounding.
+# The largest relative rounding of a step in the direction of the mean input. Beyond it a whole P turns indefinite
+# within some thousand steps, and with P in factors the step is mostly rounding.
 MOST_ROUNDED = 1 / 32
 # Where -k·xᵀPx is above this, P is not positive definite and not merely rounded.
 _INDEFINITE = 1e-3
 # The most entries of the weight of a layer that is stepped together with others. A larger one keeps a device busy by
 # itself, and joining such layers takes memory for all their gradients.
 _MOST_JOINED = 2**20
-# What a parameter group says about the step of its layer.
+# Settings of a parameter group that the step of its layer uses.
 _SETTINGS = ("lr", "momentum", "forgetting", "mean_scale", "weight_decay", "p0")
 
 
@@ -40,14 +40,14 @@ class ReadyLayer(NamedTuple):
     """A layer whose gradient has arrived."""
 
     place: int
-    """The place of its parameter group among all."""
+    """Place of its parameter group among all."""
     group: dict[str, Any]
     mean: Tensor
     """The mean input, ``(groups, n)``."""
 
     @classmethod
     def of(cls, place: int, group: dict[str, Any], mean: Tensor, state: State, rank: int | None) -> ReadyLayer:
-        """From what was recorded of a layer; its P starts here, and goes along with a model that was moved.
+        """Makes it from a layer's mean input. Starts the layer's P if there is none, and moves it along with the model.
 
         Raises:
             RuntimeError: The layer was resized.
@@ -61,17 +61,17 @@ class ReadyLayer(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """The weight; a bias comes after it in the group."""
+        """Returns the weight; a bias comes after it in the group."""
         weight: Tensor = self.group["params"][0]
         return weight
 
 
 def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[ReadyLayer]]]:
-    """For each step the layers of each size: what is stepped together has the same settings and kind of P."""
+    """Groups layers by step, and within a step by size. Layers of one step have the same settings and kind of P."""
     steps: dict[Any, dict[Any, list[ReadyLayer]]] = {}
     for layer in layers:
         entry = state[layer.weight][INVERSE]
-        size: Any = id(layer.weight)  # rows that other processes have, or large enough by itself
+        size: Any = id(layer.weight)  # alone: divided over processes, or large enough by itself
         most = max(part.numel() for part in (layer.weight, *tensors_in(entry)))
         if not is_sharded(layer.weight) and most <= _MOST_JOINED:
             size = tuple((p.shape, p.dtype, p.grad is None) for p in layer.group["params"])
@@ -82,7 +82,7 @@ def equal_layers(layers: Iterable[ReadyLayer], state: State) -> list[list[list[R
 
 @dataclass
 class LayerStep:
-    """What the step of some layers needs: gathered by `prepare`, which changes no value.
+    """The step of some layers, gathered by `prepare`, which changes no value.
 
     Several layers of equal size are stepped as one layer with the groups of all, in as many kernels as one layer takes.
     Their P lie in memory one after the other, and so do their velocities (`pack`).
@@ -91,11 +91,11 @@ class LayerStep:
     sizes: list[list[ReadyLayer]]
     """The layers of each size."""
     inverse: InverseStep
-    """P."""
+    """P of the layers."""
     h: Tensor
-    """Eq. (18), one per group."""
+    """h of Eq. (18), one per group."""
     checks: list[Check]
-    """What must hold before anything is changed."""
+    """Checks that must pass before anything is changed."""
 
     @classmethod
     def prepare(cls, sizes: list[list[ReadyLayer]], state: State) -> LayerStep:
@@ -115,11 +115,11 @@ class LayerStep:
 
     @property
     def device(self) -> torch.device:
-        """Where the layers are."""
+        """Returns the device of the layers."""
         return self.sizes[0][0].mean.device
 
     def apply(self, state: State, gate: Tensor | None) -> None:
-        """Eqs. (21), (22) with P_{t-1}, then Eq. (16).
+        """Applies Eqs. (21) and (22) with P_{t-1}, then Eq. (16).
 
         Args:
             state: The optimizer's state, for the velocities.
@@ -128,7 +128,7 @@ class LayerStep:
         group, dtype = self.sizes[0][0].group, self.sizes[0][0].mean.dtype
         parameters = [_by_kind(layers) for layers in self.sizes]
         velocities = [[_velocity(state, same, dtype) for same in every] for every in parameters]
-        # What is not finite spoils what it is multiplied with, even by zero: velocities are put back, not spared.
+        # A number that is not finite stays so even times zero: velocities are restored afterwards, not masked before.
         before = [] if gate is None else [velocity.clone() for every in velocities for velocity in every]
         matrices = [_matrices(*own) for own in zip(self.sizes, velocities, strict=True)]
         self.inverse.velocity_step_(matrices, group["momentum"], group["lr"] / self.h)
@@ -137,7 +137,7 @@ class LayerStep:
         for same, velocity in zip(chain(*parameters), chain(*velocities), strict=True):
             if gate is not None:
                 velocity.copy_(torch.where(gate, velocity, before.pop(0)))
-            if same[0].grad is None:  # frozen: it gathers no speed
+            if same[0].grad is None:  # frozen: it keeps no velocity
                 velocity.zero_()
             else:
                 trained += [local(p) for p in same]
@@ -148,13 +148,13 @@ class LayerStep:
 
 @cache
 def _bounds(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What must be below these, in the order of `_faults`; beyond the second, P cannot be resolved."""
+    """Returns the bounds of the checked values, in the order of `_faults`; beyond the second, P cannot be resolved."""
     bounds = [math.inf, MOST_ROUNDED / torch.finfo(dtype).eps, _INDEFINITE, math.inf]
     return torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(1)
 
 
 def _faults(layers: list[tuple[int, str]], dtype: torch.dtype) -> list[Fault]:
-    """What is wrong with equal layers where a check fails: the first is the cause, and spoils what comes after it."""
+    """Lists the possible faults of equal layers, in the order of the checks: an earlier fault causes the later ones."""
     return [
         (place, f"{fault} layer {name!r}")
         for fault in (
@@ -168,12 +168,12 @@ def _faults(layers: list[tuple[int, str]], dtype: torch.dtype) -> list[Fault]:
 
 
 def _by_kind(layers: list[ReadyLayer]) -> list[tuple[Tensor, ...]]:
-    """The weights of some layers, and their biases if they have any."""
+    """Returns the weights of some layers, and their biases if they have any."""
     return list(zip(*(layer.group["params"] for layer in layers), strict=True))
 
 
 def _gradients(layers: list[ReadyLayer]) -> Matrices:
-    """The gradients of layers of equal size, in the dtype of P; zero for a frozen parameter."""
+    """Returns the gradients of layers of equal size, in the dtype of P; zero for a frozen parameter."""
     dtype = layers[0].mean.dtype
     parts = [
         [torch.zeros_like(local(p), dtype=dtype) if p.grad is None else local(p.grad).to(dtype) for p in same]
@@ -183,14 +183,14 @@ def _gradients(layers: list[ReadyLayer]) -> Matrices:
 
 
 def _velocity(state: State, same: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """The velocities of parameters of equal size, as one."""
+    """Returns the velocities of parameters of equal size as one tensor."""
     for p in same:
         velocity_of(state, p, dtype)
     return local(pack([state[p] for p in same], VELOCITY))
 
 
 def _matrices(layers: list[ReadyLayer], tensors: list[Tensor]) -> Matrices:
-    """What has the shapes of weight and bias, as ``(groups, out per group, inputs)``, of which out may be 0."""
+    """Shapes a weight as ``(groups, out per group, inputs)``, a bias as ``(groups, out per group)``; out may be 0."""
     groups, inputs = len(layers) * len(layers[0].mean), layers[0].weight.shape[1:].numel()
     weight = tensors[0].reshape(groups, tensors[0].shape[0] // groups, inputs)
     return weight, tensors[1].view(groups, -1) if len(tensors) > 1 else None

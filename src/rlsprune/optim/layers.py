@@ -1,4 +1,4 @@
-"""Which layers RLS preconditions, and what each kind gives it: its mean input as ``(groups, inputs)``."""
+"""The layers that RLS preconditions, and the mean input of each, ``(groups, inputs)``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_layer(module: nn.Module) -> TypeGuard[Layer]:
 
 
 def mean_input(layer: Layer, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """The layer's mean input, ``(groups, n)`` with a final 1 for a bias, and how many rows it is the mean of."""
+    """Returns a layer's mean input, ``(groups, n)`` with a final 1 for a bias, and the number of rows averaged."""
     if not isinstance(layer, _ConvNd):
         mean = functional.mean_rows(inputs, dtype).unsqueeze(0)
         rows = inputs.numel() // max(inputs.shape[-1], 1)
@@ -54,9 +54,9 @@ class LayerSet:
     """A model's parameters as RLS divides them."""
 
     layers: dict[str, list[Layer]] = field(default_factory=dict)
-    """Preconditioned layers by name; several modules where they share all their parameters."""
+    """Preconditioned layers by name. Modules that share all their parameters are in one entry."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Layers of a known kind that momentum SGD trains all the same, and why."""
+    """Layers of a known kind that momentum SGD trains instead, with the reason."""
     others: list[nn.Parameter] = field(default_factory=list)
     """Every other parameter."""
 
@@ -86,7 +86,7 @@ def divide(model: nn.Module) -> LayerSet:
 
 
 def _obstacle(name: str, layer: Layer, modules: dict[str, nn.Module], owners: dict[int, list[str]]) -> str | None:
-    """Why a layer cannot be preconditioned, or None."""
+    """Returns why a layer cannot be preconditioned, or None."""
     if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
         return "its weight is computed from other parameters (a parametrisation)"
     if not layer.weight.numel():

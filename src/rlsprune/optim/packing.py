@@ -1,4 +1,4 @@
-"""What the optimizer keeps of each parameter, and how it lies in memory."""
+"""The optimizer's state of each parameter, and its layout in memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ VELOCITY = "velocity"  # of any parameter: Ψ, of its shape
 
 State = Mapping[Tensor, dict[str, Any]]
 InverseState = dict[str, Any]
-"""What is kept of one layer's P: `rlsprune.optim.entries`."""
+"""The entry of one layer's P; see `rlsprune.optim.entries`."""
 
 
 def velocity_of(state: State, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The parameter's velocity, zero at first, contiguous, on its device and of the dtype asked for."""
+    """Returns the parameter's velocity: zero at first, contiguous, on its device and of the given dtype."""
     velocity: Tensor | None = state[parameter].get(VELOCITY)
     if velocity is None:
         velocity = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
@@ -31,19 +31,19 @@ def velocity_of(state: State, parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors as one, along the first dimension; a single one as it is."""
+    """Joins tensors along the first dimension; returns a single one as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def pack(containers: Sequence[dict[str, Any]], key: str) -> Tensor:
-    """What several containers hold under a key, as one tensor, joined along the first dimension.
+    """Joins what several containers hold under a key along the first dimension, and returns it as one tensor.
 
     From then on the containers hold views of it. Tensors that were packed before cost nothing; those that were replaced
     since (by pruning, by loading a state) are packed anew, and so are those whose neighbours have gone.
 
     Args:
-        containers: They hold contiguous tensors of equal shape, dtype and device.
-        key: Of all of them.
+        containers: Dicts with contiguous tensors of equal shape, dtype and device.
+        key: Key of the tensor in each of them.
     """
     if len(containers) == 1:
         return unpack(containers[0], key)
@@ -62,7 +62,7 @@ def pack(containers: Sequence[dict[str, Any]], key: str) -> Tensor:
 
 
 def unpack(container: dict[str, Any], key: str) -> Tensor:
-    """Gives a tensor memory of its own, if it is part of a larger piece, which it would keep from being freed."""
+    """Gives a tensor memory of its own if it is part of a larger piece, which it would keep from being freed."""
     tensor: Tensor = container[key]
     if not is_sharded(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
         container[key] = tensor = tensor.clone()
@@ -70,7 +70,7 @@ def unpack(container: dict[str, Any], key: str) -> Tensor:
 
 
 def unpack_all(state: State, parameters: Iterable[Tensor]) -> None:
-    """Gives all that is kept of some parameters memory of its own: their neighbours may be packed anew without them."""
+    """Gives the state of some parameters memory of its own: their neighbours may be packed anew without them."""
     for entries in (state[p] for p in parameters if p in state):
         for container in (entries, entries.get(INVERSE, {})):
             for key in [key for key, value in container.items() if isinstance(value, Tensor)]:

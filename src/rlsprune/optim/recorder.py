@@ -1,6 +1,6 @@
-"""What a layer's forward and backward passes leave behind for the next optimizer step.
+"""Recording of a layer's mean input in forward and backward passes, for the next optimizer step.
 
-One forward hook per layer. The hook averages the layer's input at once (a vector) and waits for the gradient: only a
+Each layer has one forward hook. It averages the layer's input at once (a vector) and waits for the gradient: only a
 forward whose gradient reaches the layer's parameters counts. Forwards without grad, evaluation, ``torch.autograd.grad``
 with respect to an input (adversarial examples, gradient penalties) and the extra forwards of activation checkpointing
 leave no trace.
@@ -30,9 +30,10 @@ class Recorder:
         """Starts with nothing collected.
 
         Args:
-            dtype: Of the mean; None for float32, or the weight's if wider.
-            groups: Of the layer.
-            fsdp: The gradient leaves the parameter that the layer is called with as soon as it arrives.
+            dtype: Dtype of the mean; None for float32, or the weight's if wider.
+            groups: Number of groups of the layer.
+            fsdp: Whether ``fully_shard`` divides the layer: the gradient then leaves the parameter that the layer is
+                called with as soon as it arrives.
         """
         self.dtype, self.groups, self.fsdp = dtype, groups, fsdp
         self._seen = self._told = False
@@ -54,11 +55,11 @@ class Recorder:
         return self.mean is None and self._backward_id is not None
 
     def precision(self, weight: Tensor) -> torch.dtype:
-        """The dtype of P and of the mean input: as asked for, else float32 or the weight's if wider."""
+        """Returns the dtype of P and of the mean input: as asked for, else float32 or the weight's if wider."""
         return self.dtype or torch.promote_types(weight.dtype, torch.float32)
 
     def collected(self, weight: Tensor, biased: bool) -> Tensor:
-        """All that was collected, as one vector: the sum of the inputs, the number of rows, and 1 if there were any."""
+        """Returns what was collected as one vector: the sum of inputs, the number of rows, and 1 if there are any."""
         if self.mean is None:
             inputs = self.groups * (weight.shape[1:].numel() + biased)
             return torch.zeros(inputs + 2, dtype=self.precision(weight), device=weight.device)
@@ -66,14 +67,14 @@ class Recorder:
         return torch.cat([(self.mean * self._rows).to(weight.device).flatten(), ends])
 
     def replace(self, collected: Tensor, members: int) -> Tensor | None:
-        """Takes over what several processes have collected together.
+        """Replaces what was collected by what several processes have collected together.
 
         Args:
-            collected: The sum of their vectors.
-            members: How many they are.
+            collected: Sum of their vectors.
+            members: Number of processes.
 
         Returns:
-            On an accelerator, whose values are not looked at, whether all of them or none had rows, as must be there.
+            On an accelerator, where no value is read here, a flag: whether all processes or none had rows, as required.
         """
         sums, rows, seen = collected[:-2].view(self.groups, -1), collected[-2], collected[-1]
         if not host_waits(collected.device):
@@ -85,7 +86,7 @@ class Recorder:
         return seen == members
 
     def observe(self, layer: Layer, inputs: Tensor, output: Tensor) -> None:
-        """Called after a forward of the layer: averages its input and waits for the gradient."""
+        """Averages the layer's input after a forward, and counts it once the gradient arrives."""
         leaf = next((p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad), None)
         if leaf is None or not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
@@ -116,7 +117,7 @@ class Recorder:
             return mean_input(layer, inputs.detach(), self.precision(layer.weight))
 
     def warn_unseen(self, name: str, fallback_lr: float) -> None:
-        """Says, once, what becomes of a layer whose gradient came without a forward."""
+        """Warns, once, that momentum SGD trains a layer whose gradient came without a forward."""
         if not self._told:
             self._told = True
             warnings.warn(
@@ -128,8 +129,8 @@ class Recorder:
     def commit(self, grad_is_none: bool, mean: Tensor, rows: int) -> None:
         """Adds a batch whose gradient has arrived.
 
-        A gradient that is None before a new backward pass was dropped by the user, and what was collected with it goes
-        as well.
+        A gradient that is None before a new backward pass was dropped by the user, so what was collected with it is
+        dropped as well.
         """
         backward_id = torch._C._current_graph_task_id()
         if grad_is_none and not self.fsdp and backward_id != self._backward_id:
@@ -163,7 +164,7 @@ class ForwardHook:
             self._number = enlist(recorder, layer)
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        """Hands the layer's input and output to the recorder; in compiled code the output returned replaces its own."""
+        """Hands the layer's input and output to the recorder; in compiled code the result replaces that output."""
         if self._number is None or exporting():
             return None
         inputs = args[0] if args else kwargs["input"]
@@ -175,4 +176,4 @@ class ForwardHook:
 
 
 def _nobody() -> None:
-    """In place of a weak reference."""
+    """Returns None, as a dead weak reference does."""

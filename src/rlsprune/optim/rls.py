@@ -99,8 +99,8 @@ class RLS(Optimizer):
             forgetting: λ in (0, 1]. Below 1 old inputs fade; inputs that are always zero do not wind P up.
             mean_scale: k > 0, the weight of a batch's mean input in P.
             p0: P starts at p0·I. With 1, η is an ordinary learning rate.
-            rank: How many directions of the mean inputs P distinguishes, by default 16. Layers with at most 3·rank
-                inputs keep P whole, which is smaller. None: all layers do.
+            rank: Number of directions of the mean inputs that P distinguishes, by default 16. Layers with at most
+                3·rank inputs keep P whole, which is smaller. With None all layers do.
             weight_decay: Decoupled: ``W ← (1 − η·decay)·W`` before the step.
             fallback_lr: The learning rate of the momentum SGD for every other parameter.
             dtype: The dtype of P; None for float32, or the weight's if wider. Never half.
@@ -118,7 +118,7 @@ class RLS(Optimizer):
         """The processes that train together with this one, itself included; None if it is alone."""
         parts = divide(unwrap(model))
         self.rank = rank
-        """How many directions P keeps apart; None for P whole."""
+        """Number of directions that P keeps apart; None for P whole."""
         self._fallback_lr = fallback_lr
         self._faults = FaultWatch(on_fault)
         self._recorders = {
@@ -142,7 +142,7 @@ class RLS(Optimizer):
                 for name, layers in parts.layers.items():
                     for layer in layers:
                         hook = ForwardHook(self._recorders[name], layer)
-                        # First of all hooks: that of fully_shard takes the weight away.
+                        # Before all other hooks: that of fully_shard takes the weight away.
                         self._handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
                 forget_compiled_code()
             for name, reason in parts.left_out.items():
@@ -216,7 +216,7 @@ class RLS(Optimizer):
             elif trained and (mean := self._recorders[group["name"]].mean) is not None:
                 layers.append(ReadyLayer.of(place, group, mean, self.state, self.rank))
             else:
-                unpack_all(self.state, group["params"])  # the layers that it lies in memory with go on without it
+                unpack_all(self.state, group["params"])  # layers that share memory with it go on without it
                 recorder = self._recorders[group["name"]]
                 if trained and not recorder.empty:
                     recorder.warn_unseen(group["name"], self._fallback_lr)
@@ -233,9 +233,9 @@ class RLS(Optimizer):
     # --- P ------------------------------------------------------------------------------------------------------------
 
     def inverse(self, name: str) -> Tensor:
-        """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution.
+        """Returns P of the layer of that name, bias row last: n×n, or (groups, n, n) for a grouped convolution.
 
-        A P in factors is made whole for this call; a whole P is returned itself, and the next step changes it.
+        A P in factors is made whole for this call. A whole P is returned itself, and the next step changes it.
 
         Raises:
             RuntimeError: No step has trained the layer yet.
@@ -247,17 +247,17 @@ class RLS(Optimizer):
         return dense[0] if len(dense) == 1 else dense
 
     def form(self, weight: Tensor) -> Form | None:
-        """P of a layer's weight in the form that it is kept in, or None."""
+        """Returns P of a layer's weight in the form in which it is kept, or None."""
         entry = self.state.get(weight, {}).get(INVERSE)
         return None if entry is None else form_of(entry)
 
     def inverse_tensors(self, factors_only: bool = False) -> list[Tensor]:
-        """All tensors of all P, in the order of the layers; or of those in factors, which ranks may round otherwise."""
+        """Returns the tensors of all P by layer, or only of those in factors, which ranks may round differently."""
         entries = [self.state.get(group["params"][0], {}).get(INVERSE, {}) for group in self._layers()]
         return tensors_in([entry for entry in entries if not (factors_only and "P" in entry)])
 
     def _layers(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The parameter groups of all preconditioned layers, or of one."""
+        """Returns the parameter groups of all preconditioned layers, or of one."""
         found = [group for group in self.param_groups if group["preconditioned"] and name in (None, group["name"])]
         if name is not None and not found:
             known = ", ".join(map(repr, self._recorders))
@@ -273,10 +273,10 @@ class RLS(Optimizer):
                 own[INVERSE] = renewed(own[INVERSE], form_of(own[INVERSE]).like.shape[::2], group["p0"])
 
     def check(self, at_most: int | None = None) -> dict[str, LayerHealth]:
-        """Health of every layer's P: extreme eigenvalues, trace and asymmetry. Costs n³ where P is whole.
+        """Measures the health of every layer's P: extreme eigenvalues, trace, asymmetry. Costs n³ where P is whole.
 
         Args:
-            at_most: Layers with more inputs than this, whose P is whole, are left out; None: all are measured.
+            at_most: Largest number of inputs of a layer whose whole P is measured; None for all.
         """
         self.report_faults()
         forms = {group["name"]: self.form(group["params"][0]) for group in self._layers()}
@@ -287,7 +287,7 @@ class RLS(Optimizer):
         }
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of state held by this process, for ``"inverse"`` (all P), ``"velocity"`` and in ``"total"``."""
+        """Returns the bytes of state in this process, for ``"inverse"`` (all P), ``"velocity"`` and in ``"total"``."""
         velocities = [local(state[VELOCITY]) for state in self.state.values() if VELOCITY in state]
         usage = {INVERSE: sum(t.nbytes for t in self.inverse_tensors()), VELOCITY: sum(t.nbytes for t in velocities)}
         return usage | {"total": sum(usage.values())}
@@ -300,7 +300,7 @@ class RLS(Optimizer):
         It may come from any number of processes. P keeps the form it was saved in, whatever this optimizer's ``rank``.
 
         Raises:
-            ValueError: Layers or shapes differ. Nothing has changed then.
+            ValueError: Layers or shapes differ. Nothing changes then.
         """
         with readable_state("RLS"):
             states = states_for(self.param_groups, state_dict)

@@ -1,4 +1,4 @@
-"""Momentum SGD, for what is not preconditioned: all parameters of a kind in a few kernels."""
+"""Momentum SGD for the parameters that are not preconditioned: all of a kind in a few kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SGDStep:
     """A step of parameters of one group, device and dtype."""
 
     place: int
-    """The place of the group among all."""
+    """Place of the group among all."""
     group: dict[str, Any]
     lr: float
     parameters: list[Tensor]
@@ -27,7 +27,7 @@ class SGDStep:
 
     @classmethod
     def prepare(cls, place: int, group: dict[str, Any], parameters: Iterable[Tensor], lr: float) -> list[SGDStep]:
-        """The steps of a group's parameters; all of them have a gradient."""
+        """Returns the steps of a group's parameters, all of which have a gradient."""
         steps: dict[Any, SGDStep] = {}
         for p in parameters:
             step = steps.setdefault((p.device, p.dtype), cls(place, group, lr, [], []))
@@ -40,17 +40,17 @@ class SGDStep:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Returns the device of the parameters."""
         return self.parameters[0].device
 
     @property
     def checks(self) -> list[Check]:
-        """What must hold before anything is changed."""
+        """Returns the checks that must pass before anything is changed."""
         what = (self.place, f"not finite: the gradient in group {self.group.get('name')!r}")
         return [(lambda: [what] * len(self.parameters), all_finite(self.gradients))]
 
     def apply(self, state: State, gate: Tensor | None) -> None:
-        """``Ψ ← α·Ψ − η·∇W``, ``W ← W + Ψ``.
+        """Computes ``Ψ ← α·Ψ − η·∇W`` and ``W ← W + Ψ``.
 
         Args:
             state: The optimizer's state, for the velocities.
@@ -67,7 +67,7 @@ class SGDStep:
 
 
 def step_parameters_(parameters: list[Tensor], moves: list[Tensor], decay: float, gate: Tensor | None) -> None:
-    """Eq. (22), ``W ← W + Ψ``, after decoupled weight decay."""
+    """Computes Eq. (22), ``W ← W + Ψ``, after decoupled weight decay."""
     if gate is not None:
         moves = _gated(moves, gate)
     if decay:
@@ -77,12 +77,12 @@ def step_parameters_(parameters: list[Tensor], moves: list[Tensor], decay: float
 
 
 def _factor(value: float, gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value, or 1 if the gate is closed. Of two plain numbers ``torch.where`` would make a float32."""
+    """Returns the value, or 1 if the gate is closed. ``torch.where`` of two plain numbers would give a float32."""
     return torch.where(gate, torch.full((), value, dtype=dtype, device=gate.device), 1.0)
 
 
 def _gated(tensors: list[Tensor], gate: Tensor) -> list[Tensor]:
-    """The tensors, or zeros if the gate is closed, in two kernels."""
+    """Returns the tensors, or zeros if the gate is closed, in two kernels."""
     flat = torch.where(gate, joined([tensor.flatten() for tensor in tensors]), 0)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

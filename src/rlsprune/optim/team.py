@@ -1,4 +1,4 @@
-"""What the ranks that train one network do together in an optimizer step."""
+"""Joint work of the ranks that train one network in an optimizer step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agree(ranks: Ranks, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def share_means(ranks: Ranks, groups: Sequence[dict[str, Any]], recorders: Mapping[str, Recorder]) -> list[Check]:
-    """Lets every recorder hold what the recorders of all ranks have collected: one message per dtype and device."""
+    """Gives every recorder what the recorders of all ranks have collected, in one message per dtype and device."""
     layers = [group for group in groups if group["preconditioned"]]
     vectors = [recorders[g["name"]].collected(g["params"][0], len(g["params"]) > 1) for g in layers]
     checks: list[Check] = []
@@ -37,15 +37,15 @@ def share_means(ranks: Ranks, groups: Sequence[dict[str, Any]], recorders: Mappi
             name = layers[i]["name"]
             check = recorders[name].replace(part, ranks.size)
             if check is not None:
-                fault = (i, f"not the same on all ranks: who has called layer {name!r}")
+                fault = (i, f"not the same on all ranks: the calls of layer {name!r}")
                 checks.append((partial(list, [fault]), check.view(1)))
     return checks
 
 
 def share_checks(ranks: Ranks, checks: list[Check], device: torch.device) -> list[Check]:
-    """Adds whether all is well on the other ranks, where ``fully_shard`` lets them look at other numbers."""
+    """Adds a check of the checks of the other ranks, which see other numbers with ``fully_shard``."""
     flags = [torch.ones(1, dtype=torch.bool), *(flags for _, flags in checks)]
     here = torch.cat([flag.to(device, non_blocking=True) for flag in flags]).all()
-    # After those found here.
+    # It comes after the faults found here.
     fault = (math.inf, "not sound: something on another rank, whose own message says what")
     return [*checks, (partial(list, [fault]), ranks.all_true(here).view(1))]

@@ -12,8 +12,8 @@ from rlsprune.optim import functional
 from rlsprune.optim.functional import Matrices
 from rlsprune.optim.packing import InverseState, pack
 
-# ``xᵀPx`` of n inputs is rounded by about √n roundings of ``xᵀx`` times P's largest entry. What is kept of P in the
-# direction of x, in these.
+# ``xᵀPx`` of n inputs is rounded by about √n roundings of ``xᵀx`` times P's largest entry. P keeps at least this many
+# times that rounding in the direction of x.
 _LEAST = 2
 
 
@@ -23,48 +23,48 @@ class Whole:
     def __init__(self, entry: InverseState) -> None:
         self.P: Tensor = entry["P"]
         self.like = self.P
-        """Has P's dtype, device, groups and inputs, and the rows of the largest matrix that eigenvalues take."""
+        """Tensor with P's dtype, device, groups and inputs; `eigenvalues` decomposes matrices of as many rows."""
 
     def dense(self) -> Tensor:
-        """P itself, ``(G, n, n)``."""
+        """Returns P itself, ``(G, n, n)``."""
         return self.P
 
     def eigenvalues(self) -> Tensor:
-        """Eigenvalues of P, ``(G, n)``, in float64 on the CPU; NaN if P is not finite."""
+        """Computes the eigenvalues of P, ``(G, n)``, in float64 on the CPU; NaN if P is not finite."""
         P = self.P.detach().to(device="cpu", dtype=torch.float64)
         return torch.linalg.eigvalsh(P) if P.isfinite().all() else torch.full(P.shape[:-1], torch.nan)
 
     def asymmetry(self) -> float:
-        """Largest absolute difference between P and its transpose."""
+        """Returns the largest absolute difference between P and its transpose."""
         return (self.P - self.P.mT).abs().max().item()
 
     def sliced(self, gone: Tensor) -> InverseState:
-        """A new entry, for the inputs that stay when those go, ``(G, m)``: their block of P."""
+        """Returns a new entry with the block of P of the inputs that stay when those of ``gone``, ``(G, m)``, go."""
         pairs = zip(self.P, gone.to(self.P.device), strict=True)
         return whole_entry([sub_matrix(P, complement(len(P), rows)) for P, rows in pairs])
 
 
 class WholeStep:
-    """P of layers of one size in a step: one layer with the groups of all of them."""
+    """P of layers of one size in a step, taken as one layer with the groups of all of them."""
 
     def __init__(self, entries: Sequence[InverseState]) -> None:
         self.P = pack(entries, "P")
 
     def look(self, means: Sequence[Tensor], mean_scale: float) -> tuple[Tensor, Tensor]:
-        """Eqs. (17), (18).
+        """Computes Eqs. (17) and (18).
 
         Args:
-            means: For each size the mean inputs, ``(G, n)``.
+            means: Mean inputs of each size, ``(G, n)``.
             mean_scale: k, which `update_` uses again.
 
         Returns:
             For each group ``k·xᵀPx``, NaN or negative if P is not positive definite; and ``k·xᵀx`` times about the
-            largest eigenvalue of P, what rounding errors of the former are relative to.
+            largest eigenvalue of P, the scale of the former's rounding errors.
         """
         (x,) = means
         self._x, self._mean_scale = x, mean_scale
         self._u, excitation = functional.gain(self.P, x)
-        # A spoilt P shows in the excitation; the energy tells of the input alone then.
+        # A P that is not finite shows in the excitation; the energy then tells of the input alone.
         largest = self.P.diagonal(dim1=-2, dim2=-1).amax(-1).nan_to_num(nan=1.0, posinf=1.0)
         energy = mean_scale * torch.linalg.vecdot(x, x) * largest
         self._excitation = mean_scale * excitation
@@ -73,24 +73,24 @@ class WholeStep:
         return torch.where(rounded, self._excitation.maximum(self._floor), self._excitation), energy
 
     def meet(self, gradients: Sequence[Matrices]) -> Tensor:
-        """One number per group, finite if the gradients are, which `velocity_step_` uses."""
+        """Keeps the gradients for `velocity_step_`. Returns one number per group, finite if they are."""
         (self._gradient,) = gradients
         return functional.norm(*self._gradient)
 
     def velocity_step_(self, velocities: Sequence[Matrices], momentum: float, scale: Tensor) -> None:
-        """Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, with s per group."""
+        """Computes Eq. (21) in place, ``Ψ ← α·Ψ − s·P∇``, with s per group."""
         (velocity,) = velocities
         functional.velocity_step_(velocity, self._gradient, self.P, momentum, scale)
 
     def update_(self, forgetting: float, limit: float, gate: Tensor | None) -> None:
-        """Eq. (16) in place.
+        """Computes Eq. (16) in place.
 
-        Where rounding has left nothing of P in the direction of x, it gets back what it can have: else the errors of
-        thousands of steps with large inputs add up until P is indefinite.
+        Where rounding has left nothing of P in the direction of x, P is raised there to the rounding error: otherwise
+        the errors of thousands of steps with large inputs add up until P is indefinite.
 
         Args:
             forgetting: λ.
-            limit: With λ < 1 a direction that is never excited grows no further.
+            limit: Bound of P, with λ < 1, in a direction that is never excited.
             gate: None, or a 0-dim bool on the device: where it is False, P stays as it was.
         """
         k, x = self._mean_scale, self._x
@@ -106,5 +106,5 @@ class WholeStep:
 
 
 def whole_entry(matrices: Sequence[Tensor]) -> InverseState:
-    """P whole, one matrix per group; not copied if there is one."""
+    """Returns the entry of a whole P, one matrix per group; a single matrix is not copied."""
     return {"P": matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(list(matrices))}

@@ -23,15 +23,15 @@ from rlsprune.optim.packing import InverseState
 from rlsprune.statistics.inverse import DenseInverse, Inverse, from_rows, inverses_of
 from rlsprune.statistics.rows import has_rows, sample_rows
 
-# Rows drawn from one training batch, and the most that are kept of a layer: twice its inputs, but not more than the
-# second number. A layer with more inputs than that is worked with in the space of its rows, at a cost of m²n, so there
-# the first number has to do.
+# Rows drawn from one training batch.
 _BATCH_ROWS = 128
+# Bounds of the rows kept of a layer, which are twice its inputs. A layer with more inputs than the second number is
+# solved in the space of its rows, at a cost of m²n, so it keeps only the first number.
 _FEW_ROWS, _MANY_ROWS = 1024, 2048
 
 
 def rows_kept(inputs: int) -> int:
-    """Rows that are sampled of a layer with so many inputs, on all ranks together."""
+    """Returns the number of rows kept of a layer with this many inputs, on all ranks together."""
     return _FEW_ROWS if inputs > _MANY_ROWS else min(max(2 * inputs, _FEW_ROWS), _MANY_ROWS)
 
 
@@ -69,9 +69,9 @@ class InputStatistics:
                 have, from the mean input of every batch.
             mean_scale: The paper's k, for kind ``"training"``.
             p0: P starts at p0·I, for kind ``"training"``.
-            damping: Added to the autocorrelation's diagonal, as a share of its mean, for kind ``"exact"``.
-            ranks: Of kind ``"exact"``: the processes that each see a share of every batch. The sample then covers
-                all of them, and they must ask for it together.
+            damping: Share of the mean of the autocorrelation's diagonal that is added to it, for kind ``"exact"``.
+            ranks: Processes that each see a share of every batch, for kind ``"exact"``. The sample then covers all of
+                them, and they must ask for it together.
         """
         check_argument("kind", kind, lambda name: name in ("exact", "training"), "'exact' or 'training'")
         for name, value in {"mean_scale": mean_scale, "p0": p0}.items():
@@ -95,12 +95,12 @@ class InputStatistics:
         forget_compiled_code()
 
     def inverse(self, name: str) -> Tensor:
-        """P of the layer with that module name, bias row last: n×n, or (groups, n, n) for a grouped convolution."""
+        """Returns P of the layer of that name, bias row last: n×n, or (groups, n, n) for a grouped convolution."""
         matrices = [_dense(P) for P in self.inverses(name)]
         return matrices[0] if len(matrices) == 1 else torch.stack(matrices)
 
     def inverses(self, name: str) -> list[Inverse]:
-        """P of each group of a layer, in the form that pruning works with.
+        """Returns P of each group of a layer, in the form that pruning works with.
 
         Raises:
             RuntimeError: No input of the layer was seen.
@@ -116,7 +116,7 @@ class InputStatistics:
 
     @contextmanager
     def everything(self) -> Iterator[None]:
-        """A context in which evaluation forwards and forwards without gradients count, too."""
+        """Counts evaluation forwards and forwards without gradients, too, inside the block."""
         before, self._everything = self._everything, True
         try:
             yield
@@ -133,7 +133,7 @@ class InputStatistics:
             handle.remove()
 
     def observe(self, name: str, layer: Layer, inputs: Tensor, compiled: bool = False) -> None:
-        """Called after a forward of a layer; from compiled code, which has seen to it that gradients are wanted."""
+        """Adds the input of a layer after its forward. Compiled code calls it only where gradients are enabled."""
         if self.watches(layer, compiled):
             with torch.no_grad(), full_precision(inputs.device):
                 self._collectors[name].add(layer, inputs.detach(), _MANY_ROWS if self._everything else _BATCH_ROWS)
@@ -150,7 +150,7 @@ class RowSample:
         """Drops the rows and restarts the draw."""
         self._generator = torch.Generator().manual_seed(seed)
         self._batches: deque[tuple[Tensor, int]] = deque()
-        """Rows of a batch, and how many were drawn on all ranks together."""
+        """Rows of each batch, and the number drawn on all ranks together."""
 
     def add(self, layer: Layer, inputs: Tensor, count: int) -> None:
         """Draws at most ``count`` rows from a batch, and drops the oldest ones that are not needed any more."""
@@ -167,7 +167,7 @@ class RowSample:
             self._batches.popleft()
 
     def inverses(self, name: str) -> list[Inverse]:
-        """P of each group, from the rows sampled so far."""
+        """Computes P of each group from the rows sampled so far."""
         rows = torch.cat([rows for rows, _ in self._batches], dim=1) if self._batches else None
         if self._ranks is not None:
             rows = self._ranks.gather_rows(rows, dim=1)
@@ -183,7 +183,7 @@ class RowSample:
 
 
 class _MeanInverse:
-    """P of mean inputs, Eqs. (16) to (20) without the training, in factors where RLS has it so."""
+    """P of mean inputs, Eqs. (16) to (20) without the training, in factors where RLS keeps it so."""
 
     def __init__(self, owner: InputStatistics) -> None:
         self._mean_scale, self._p0 = owner._mean_scale, owner._p0

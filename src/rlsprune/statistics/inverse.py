@@ -1,4 +1,4 @@
-"""P as pruning uses it: row sums, blocks, the refit of a layer's weights, and what is left when inputs go.
+"""P as pruning uses it: row sums, blocks, the refit of a layer's weights, and the P that is left when inputs go.
 
 Three forms with the same results. `DenseInverse` holds P. `Autocorrelation` holds ``A = P⁻¹`` and inverts
 it only where blocks of P are asked for: row sums and refits need one factorisation. `FactoredInverse` holds few
@@ -35,16 +35,16 @@ class Inverse(Protocol):
 
     @property
     def size(self) -> int:
-        """How many inputs, with the bias."""
+        """Returns the number of inputs, including the bias."""
 
     def row_sums(self, inputs: int) -> Tensor:
-        """Signed sums of the first ``inputs`` rows of P over the first ``inputs`` columns (Eq. 26)."""
+        """Returns signed sums of the first ``inputs`` rows of P over the first ``inputs`` columns (Eq. 26)."""
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """``P_dd`` for each set of rows: ``(units, m)`` → ``(units, m, m)``."""
+        """Returns ``P_dd`` for each set of rows: ``(units, m)`` → ``(units, m, m)``."""
 
     def without(self, gone: Tensor) -> Removal[Inverse]:
-        """What changes when the inputs ``gone`` go."""
+        """Returns the refit, and the P that is left, when the inputs ``gone`` go."""
 
 
 _Left = TypeVar("_Left", bound=Inverse, covariant=True)
@@ -52,13 +52,13 @@ _Left = TypeVar("_Left", bound=Inverse, covariant=True)
 
 @dataclass(frozen=True)
 class Removal(Generic[_Left]):
-    """What changes when some inputs go. Computes lazily, and nothing twice."""
+    """The refit, and the P that is left, when some inputs go. Computed lazily, and nothing twice."""
 
     stay: Tensor
     """The inputs that stay, ascending."""
     refit: Callable[[Tensor], Tensor]
-    """From a weight matrix (inputs × outputs) to its least-squares refit, ``W_k − P_kd P_dd⁻¹ W_d``: the rows that
-    stay, in their order."""
+    """Function from a weight matrix (inputs × outputs) to its least-squares refit, ``W_k − P_kd P_dd⁻¹ W_d``: the rows
+    that stay, in their order."""
     left: Callable[[], _Left]
     """The inverse autocorrelation of the inputs that stay (a Schur complement of P)."""
 
@@ -71,7 +71,7 @@ class DenseInverse:
 
     @property
     def size(self) -> int:
-        """How many inputs, with the bias."""
+        """Returns the number of inputs, including the bias."""
         return len(self.P)
 
     def row_sums(self, inputs: int) -> Tensor:
@@ -89,7 +89,7 @@ class DenseInverse:
 
         @cache
         def split() -> tuple[Tensor, Tensor]:
-            """L, the factor of P_dd, and ``L⁻¹ P_dk``."""
+            """Returns L, the Cholesky factor of P_dd, and ``L⁻¹ P_dk``."""
             rows = self.P.index_select(0, gone)
             factor = cholesky_positive(exact(rows.index_select(1, gone)))
             return factor, solve_lower(factor.to(self.P), rows.index_select(1, stay))
@@ -107,7 +107,7 @@ class DenseInverse:
 
 
 class Autocorrelation:
-    """P by way of its inverse, the autocorrelation A."""
+    """P given by its inverse, the autocorrelation A."""
 
     def __init__(self, A: Tensor) -> None:
         self.A = A
@@ -115,7 +115,7 @@ class Autocorrelation:
 
     @property
     def size(self) -> int:
-        """How many inputs, with the bias."""
+        """Returns the number of inputs, including the bias."""
         return len(self.A)
 
     @cached_property
@@ -166,19 +166,19 @@ class FactoredInverse:
 
     @property
     def size(self) -> int:
-        """How many inputs, with the bias."""
+        """Returns the number of inputs, including the bias."""
         return self.rows.shape[1]
 
     @cached_property
     def _factor(self) -> Tensor:
-        """Cholesky factor of ``I + CCᵀ``."""
+        """Returns the Cholesky factor of ``I + CCᵀ``."""
         m = len(self.rows)
         gram = _add_square(torch.eye(m, dtype=self.rows.dtype, device=self.rows.device), self.rows.mT, 1.0)
         return cholesky_positive(gram)
 
     @cached_property
     def _whitened(self) -> Tensor:
-        """Z with ``P = (I − ZᵀZ) / β``."""
+        """Returns Z with ``P = (I − ZᵀZ) / β``."""
         return solve_lower(self._factor, self.rows)
 
     def row_sums(self, inputs: int) -> Tensor:
@@ -206,13 +206,13 @@ class FactoredInverse:
                 return self._refit_by_whitened(weights, gone, stay)
             lost = self.rows.index_select(1, gone) @ _rows(weights, gone).to(self.rows)
             explaining = torch.cholesky_solve(lost, left()._factor)
-            # The largest product, and what it adds to: both in the dtype of the weights.
+            # The largest product and the sum are in the dtype of the weights.
             return _rows(weights, stay) + left().rows.to(weights).mT @ explaining.to(weights)
 
         return Removal(stay, refit, left)
 
     def _refit_by_whitened(self, weights: Tensor, gone: Tensor, stay: Tensor) -> Tensor:
-        """The same refit as ``W_k + Z_kᵀ Z_d (I − Z_dᵀZ_d)⁻¹ W_d``: a smaller system, once Z is known."""
+        """Computes the same refit as ``W_k + Z_kᵀ Z_d (I − Z_dᵀZ_d)⁻¹ W_d``: a smaller system, once Z is known."""
         known = self._whitened.index_select(1, gone)
         unknown = torch.eye(len(gone), dtype=known.dtype, device=known.device) - known.mT @ known
         lost = torch.cholesky_solve(_rows(weights, gone).to(known), cholesky_positive(unknown))
@@ -220,18 +220,18 @@ class FactoredInverse:
 
 
 def inverses_of(form: Form) -> list[Inverse]:
-    """P of each group of a layer, as the optimizer keeps it, in the form that scores and refits work with."""
+    """Converts P of a layer, as the optimizer keeps it, to one `Inverse` per group for scores and refits."""
     if isinstance(form, Factored):
         return [FactoredInverse(C, float(beta)) for C, beta in zip(form.C[:, : form.rows], form.beta, strict=True)]
     return [DenseInverse(P) for P in form.dense()]
 
 
 def from_rows(rows: Tensor, damping: float) -> Inverse:
-    """P of sampled rows ``(m, n)``, in the cheaper form.
+    """Computes P of sampled rows, ``(m, n)``, in the cheaper form.
 
     Args:
         rows: X; the autocorrelation is ``XᵀX/m``.
-        damping: Added to its diagonal, as a share of the diagonal's mean.
+        damping: Share of the diagonal's mean that is added to the diagonal.
     """
     m, n = rows.shape
     tiny = torch.finfo(torch.float32).tiny
@@ -245,7 +245,7 @@ def from_rows(rows: Tensor, damping: float) -> Inverse:
 
 
 def _add_square(matrix: Tensor, Y: Tensor, scale: float) -> Tensor:
-    """``matrix += scale·YᵀY``, in place; one half is computed, the other mirrored, so it stays symmetric to the bit."""
+    """Adds ``scale·YᵀY`` to a matrix in place; computes one half and mirrors it, so it stays symmetric to the bit."""
     for start in range(0, len(matrix), _TILE):
         here, after = slice(start, start + _TILE), slice(start + _TILE, None)
         matrix[here, start:].addmm_(Y[:, here].mT, Y[:, start:], alpha=scale)
@@ -260,13 +260,13 @@ def _rows(matrix: Tensor, which: Tensor) -> Tensor:
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
-    """``L⁻¹ right`` for a lower triangular L."""
+    """Computes ``L⁻¹ right`` for a lower triangular L."""
     solution: Tensor = torch.linalg.solve_triangular(factor, right, upper=False)
     return solution
 
 
 def cholesky_positive(matrix: Tensor) -> Tensor:
-    """The Cholesky factor of a symmetric positive definite matrix, damped if rounding made that necessary.
+    """Computes the Cholesky factor of a symmetric positive definite matrix, damped if rounding made that necessary.
 
     Raises:
         FloatingPointError: The matrix is not positive definite or not finite.

@@ -1,4 +1,4 @@
-"""Rows of a layer's input matrix: what its weight matrix is multiplied with, drawn from a batch."""
+"""Rows of a layer's input matrix, which its weight matrix is multiplied with, drawn from a batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rlsprune.model.sizes import is_transposed_linear
 from rlsprune.model.tensors import whole
 from rlsprune.optim.layers import Layer, is_layer
 
-# So many patches are cut from an image, so that not all images of a batch have to be padded.
+# Patches cut from one image, so that not all images of a batch have to be padded.
 _PATCHES = 8
 
 
 def has_rows(module: nn.Module) -> TypeGuard[Layer]:
-    """Whether it multiplies rows by a matrix: what RLS preconditions, and the ``Conv1D`` of transformers."""
+    """Whether a module multiplies rows by a matrix: layers that RLS preconditions, and transformers' ``Conv1D``."""
     return is_layer(module) or is_transposed_linear(module)
 
 
 def input_count(layer: nn.Module) -> int:
-    """Inputs of one group of a layer: rows of its weight matrix, without the bias's."""
+    """Returns the number of inputs of one group of a layer: rows of its weight matrix, without the bias's."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return len(weight) if is_transposed_linear(layer) else math.prod(weight.shape[1:])
@@ -41,14 +41,14 @@ def sample_rows(
     Args:
         layer: A Linear layer (rows are its inputs) or a convolution (rows are patches).
         inputs: One batch of its input.
-        count: How many rows.
-        generator: On the CPU, so that the draw is the same on every device.
-        rank: Whose batch this is, where several ranks each have one: the rows are drawn from all of them, as if they
-            were one batch, and those of this rank are returned.
-        ranks: How many there are.
+        count: Largest number of rows.
+        generator: Random generator on the CPU, so that the draw is the same on every device.
+        rank: Rank whose batch this is. The rows are drawn from the batches of all ranks as if they were one, and those
+            of this rank are returned.
+        ranks: Number of ranks.
 
     Returns:
-        The rows, ``(groups, rows, n)``, without the bias's 1; and how many were drawn on all ranks together.
+        The rows, ``(groups, rows, n)``, without the bias's 1; and the number drawn on all ranks together.
     """
     if _is_linear(layer):
         rows = inputs.reshape(-1, inputs.shape[-1])
@@ -75,7 +75,7 @@ def _patches(
     places: Tensor,
     total: int,
 ) -> tuple[Tensor, int]:
-    """Patches drawn from ``total`` images, of which those at ``places`` are here."""
+    """Draws patches from ``total`` images, of which those at ``places`` are here."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = nn.functional.pad(images, layer._reversed_padding_repeated_twice, mode=mode)
     settings = list(zip(padded.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True))
@@ -95,13 +95,13 @@ def _patches(
 
 
 def _of_rank(picks: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where in a draw from equal batches the items of one rank stand, and which of its own they are."""
+    """Returns the places of one rank's items in a draw from equal batches, and their indices in its batch."""
     places = ((picks >= rank * size) & (picks < (rank + 1) * size)).nonzero().flatten()
     return places, picks[places] - rank * size
 
 
 def _draw(population: int, count: int, generator: torch.Generator) -> Tensor:
-    """Different numbers below ``population``, all of them if there are not more than ``count``."""
+    """Draws different numbers below ``population``; all of them if there are not more than ``count``."""
     if population <= count:
         return torch.arange(population)
     if population < 4 * count:
@@ -111,10 +111,10 @@ def _draw(population: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
-    """Which rows of P belong to given input channels of a layer.
+    """Returns the rows of P that belong to given input channels of a layer.
 
     Args:
-        layer: Linear or a convolution, ordinary or transposed.
+        layer: A Linear layer or a convolution, ordinary or transposed.
         channels: ``(units, k)`` input channels (features of a Linear layer), ascending in each unit, equally many in
             every group of a grouped convolution.
 
@@ -131,9 +131,9 @@ def input_rows(layer: nn.Module, channels: Tensor) -> Tensor:
 
 
 def weight_matrix(layer: Layer) -> Tensor:
-    """The layer's weight as the paper has it, ``(groups, n, out per group)``, with the bias as last row; never half.
+    """Returns the weight as in the paper, ``(groups, n, out per group)``, with the bias as last row; never half.
 
-    A transposed view of memory that is laid out as the weight is.
+    The result is a transposed view of memory that is laid out as the weight is.
     """
     groups, dtype = getattr(layer, "groups", 1), torch.promote_types(layer.weight.dtype, torch.float32)
     weight = whole(layer.weight.detach()).to(dtype)
@@ -145,7 +145,7 @@ def weight_matrix(layer: Layer) -> Tensor:
 
 
 def split_matrix(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The inverse of `weight_matrix`: weight and bias in their own shapes and dtypes."""
+    """Inverts `weight_matrix`: returns weight and bias in their own shapes and dtypes."""
 
     def of(parameter: Tensor, values: Tensor) -> Tensor:
         return values.reshape(parameter.shape).to(parameter.device, parameter.dtype)
