@@ -28,7 +28,7 @@ _PART = "rlsprune_submodule"
 
 
 def _take_shape(pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Gives a module the shape of a checkpoint, which may be of a pruned network, before it takes its weights."""
+    """Gives a module the shape of a checkpoint, perhaps of a pruned network, before Lightning loads the weights."""
     if _KEY in checkpoint:
         shape = Snapshot(pl_module.get_submodule(checkpoint[_PART]), copy=True)
         shape.load_state_dict(checkpoint[_KEY])
@@ -38,7 +38,7 @@ def _take_shape(pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
 class LoadsPruned:
     """Lets `load_from_checkpoint` load a pruned network. Put it before `LightningModule` among the bases.
 
-    There, Lightning passes the checkpoint to the module and to no callback. A module with its own
+    `load_from_checkpoint` passes the checkpoint to the module and to no callback. A module with its own
     `on_load_checkpoint` must call ``super().on_load_checkpoint(checkpoint)`` in it.
 
     Examples:
@@ -47,7 +47,7 @@ class LoadsPruned:
     """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the checkpoint's shape."""
+        """Gives the module the checkpoint's shape."""
         assert isinstance(self, LightningModule)
         _take_shape(self, checkpoint)
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
@@ -81,24 +81,24 @@ class PruneCallback(Callback):
             monitor: The logged metric that must recover, such as "val_loss"; None for the epoch's mean training loss.
             submodule: The name of the part to prune; the whole module by default, called by its `forward`.
             on_prune: Called with the event after each prune and each roll-back.
-            mode: "max" for a monitored metric of which higher is better, such as an accuracy; the pruner's loss is then
-                its negative. None: "min"; a metric whose name suggests "max" is refused.
+            mode: "max" if higher values of the metric are better, as of an accuracy; the pruner's loss is then the
+                negative metric. None means "min"; a metric whose name suggests "max" is then refused.
             **settings: Other settings of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor, self.submodule = example_inputs, monitor, submodule
         self._driven, self._on_prune = DrivenPruner(monitor, mode, settings), on_prune
         self._saved: dict[str, Any] | None = None
-        """The pruner's state in the checkpoint that training resumes from, until there is a pruner to load it."""
+        """The pruner's state from the checkpoint that training resumes from, until a pruner has loaded it."""
 
     @property
     def pruner(self) -> Pruner:
-        """The pruner, which exists once training has started."""
+        """Returns the pruner, which exists once training has started."""
         return self._driven.pruner
 
     # --- one training -------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the pruner: now the optimizer is there, and the module has the shape of the checkpoint, if any."""
+        """Makes the pruner. By now the optimizer exists and the module has the shape of the checkpoint, if any."""
         if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
             raise ValueError(
                 f"PruneCallback needs automatic optimization by one optimizer, not {len(trainer.optimizers)}: use "
@@ -117,17 +117,17 @@ class PruneCallback(Callback):
         self._saved = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prunes if the loss of the epoch before has recovered."""
+        """Prunes if the loss of the previous epoch has recovered."""
         self._driven.step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Adds the batch's loss to the epoch's."""
+        """Adds the loss of the batch to that of the epoch."""
         self._driven.add_batch(outputs.get("loss") if isinstance(outputs, dict) else outputs)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the loss."""
+        """Notes the epoch's loss for the next step of the pruner."""
         if self.monitor is None:
             self._driven.note_mean("return it from training_step, or give monitor=")
         else:
@@ -137,7 +137,7 @@ class PruneCallback(Callback):
         pl_module.log("rlsprune_parameters", float(parameters))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes back to the last network that had recovered, if this one has not."""
+        """Rolls back to the last network that had recovered, if the present one has not."""
         self._driven.finish()
 
     def _monitored(self, name: str, trainer: Trainer) -> float:
@@ -157,14 +157,14 @@ class PruneCallback(Callback):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Makes a module take the shape of a checkpoint before it loads the weights."""
+        """Makes the module take the shape of a checkpoint before Lightning loads the weights."""
         original = pl_module.on_load_checkpoint
 
         def resize_first(checkpoint: dict[str, Any]) -> None:
             _take_shape(pl_module, checkpoint)
             original(checkpoint)
 
-        # Lightning loads the weights before it tells callbacks of the checkpoint, but after it told the module.
+        # Lightning passes the checkpoint first to the module, then loads the weights, and then tells callbacks.
         pl_module.on_load_checkpoint = resize_first  # type: ignore[method-assign]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -172,17 +172,17 @@ class PruneCallback(Callback):
         vars(pl_module).pop("on_load_checkpoint", None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the shape. Its tensors are those of the weights, which are in the file once."""
+        """Adds the shape. Its tensors are the weights themselves, so the file stores them only once."""
         checkpoint[_KEY] = Snapshot(self._model(pl_module)).state_dict()
         checkpoint[_PART] = self.submodule
 
     def state_dict(self) -> dict[str, Any]:
-        """The pruner's state and the epoch's loss so far."""
+        """Returns the pruner's state and the epoch's loss so far."""
         pruner = self.pruner.state_dict() if self._saved is None and self._driven.started else self._saved
         return {"pruner": pruner, **self._driven.epoch_so_far()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Training continues from there when it starts."""
+        """Keeps a state, from which training continues when it starts."""
         self._saved = state_dict["pruner"]
         self._driven.restart_epoch(state_dict["loss"], state_dict["batches"])
 

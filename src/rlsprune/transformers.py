@@ -44,12 +44,12 @@ except ImportError as error:
 __all__ = ["PruneCallback", "from_pretrained", "save_pretrained"]
 
 _KEY = "rlsprune"
-"""In config.json: the sizes of layers that are not those of the configuration, and the inputs that layers keep."""
+"""Key in config.json of the sizes of layers that differ from the configuration, and of the inputs that layers keep."""
 _WHERE = (
     *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies"),
     *("revision", "subfolder", "token", "trust_remote_code"),
 )
-"""Options of `from_pretrained` that say where the files are: the configuration is there, too."""
+"""Options of `from_pretrained` that locate the files; the configuration is loaded with them, too."""
 _PRUNER = "pruner.safetensors"
 
 
@@ -63,7 +63,7 @@ def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **op
     `Trainer.save_model` are enough for it.
 
     Args:
-        model: Pruned or not.
+        model: The model, pruned or not.
         folder: The folder to write, which `from_pretrained` reads.
         **options: Options of `model.save_pretrained`.
 
@@ -84,16 +84,16 @@ def from_pretrained(
     """Loads a pruned model from a folder of `save_pretrained` or a checkpoint of the Trainer, or from the hub.
 
     Args:
-        folder: As in the class's own `from_pretrained`.
+        folder: The folder or hub name, as in the class's own `from_pretrained`.
         model_class: The model's class; None for the class in `transformers` that the configuration names.
         **options: Options of the class's own `from_pretrained`.
 
     Returns:
-        The model, of that very class, in evaluation mode; with `output_loading_info=True` also what Hugging Face
-        reports about the loading.
+        The model, an instance of exactly that class, in evaluation mode; with `output_loading_info=True` also Hugging
+        Face's report about the loading.
 
     Raises:
-        FileError: The shape in the configuration is not one that this model can take.
+        FileError: The model cannot take the shape in the configuration.
         ValueError: The configuration names no class of `transformers`.
 
     Examples:
@@ -110,7 +110,7 @@ def from_pretrained(
     shape = getattr(config, _KEY, None)
 
     class Pruned(made):  # type: ignore[misc, valid-type]
-        """Takes its shape as soon as it is made: Hugging Face loads the weights right after."""
+        """A model that takes its pruned shape on construction: Hugging Face loads the weights right after."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
@@ -137,7 +137,7 @@ def _class_of(config: Any, folder: str | os.PathLike[str]) -> type[PreTrainedMod
 
 
 def _note_shape(model: Any) -> None:
-    """Writes into the model's configuration where the model differs from what the configuration alone makes."""
+    """Records in the model's configuration the layer sizes that it does not imply, and the inputs that layers keep."""
     with torch.device("meta"):
         plain = sized_layers(type(model)(model.config))
     layers = sized_layers(model)
@@ -151,7 +151,7 @@ def _note_shape(model: Any) -> None:
 
 
 def _take_shape(model: nn.Module, shape: Mapping[str, Any]) -> None:
-    """Makes a fresh model's layers as small as they were when `_note_shape` looked."""
+    """Gives the layers of a fresh model the sizes that `_note_shape` recorded."""
     layers = sized_layers(model)
     for name, sizes in shape.get("sizes", {}).items():
         layer = layers[name]
@@ -174,9 +174,10 @@ def _take_shape(model: nn.Module, shape: Mapping[str, Any]) -> None:
 class PruneCallback(TrainerCallback):
     """Prunes the model of a Trainer a little whenever its loss has recovered from the last prune.
 
-    Works on one device. With `monitor` every evaluation is a step of the pruner (its `warmup_epochs` count them);
-    without, every epoch is. The model's configuration always has its shape, so `save_pretrained`, `Trainer.save_model`
-    and the Trainer's checkpoints can be loaded by `rlsprune.transformers.from_pretrained`; a training resumes with
+    Works on one device. With `monitor` every evaluation is a step of the pruner, and `warmup_epochs` counts
+    evaluations; without it every epoch is a step. The configuration always has the model's shape, so
+    `rlsprune.transformers.from_pretrained` loads the folders of `save_pretrained` and `Trainer.save_model` and the
+    Trainer's checkpoints. A training resumes with
     ``Trainer(model=from_pretrained(checkpoint), …).train(resume_from_checkpoint=checkpoint)``. If `checkpoint` is not
     in the Trainer's `output_dir`, ``PruneCallback(resume_from_checkpoint=checkpoint)`` needs it, too.
 
@@ -200,9 +201,9 @@ class PruneCallback(TrainerCallback):
             example_inputs: Inputs of the model; None for the first two examples of the training data.
             monitor: The metric that must recover, such as "eval_loss"; None for the epoch's mean training loss.
             on_prune: Called with the event after each prune and each roll-back.
-            mode: "max" for a monitored metric of which higher is better, such as an accuracy; the pruner's loss is then
-                its negative. None: "min"; a metric whose name suggests "max" is refused.
-            resume_from_checkpoint: The checkpoint that `Trainer.train` resumes from; None: one in its `output_dir`.
+            mode: "max" if higher values of the metric are better, as of an accuracy; the pruner's loss is then the
+                negative metric. None means "min"; a metric whose name suggests "max" is then refused.
+            resume_from_checkpoint: The checkpoint that `Trainer.train` resumes from; None for one in its `output_dir`.
             **settings: Other settings of `rlsprune.Pruner`: `ratio`, `warmup_epochs`, `criterion`, `target`, ….
         """
         self.example_inputs, self.monitor = example_inputs, monitor
@@ -212,13 +213,13 @@ class PruneCallback(TrainerCallback):
 
     @property
     def pruner(self) -> Pruner:
-        """The pruner, which exists once training has started."""
+        """Returns the pruner, which exists once training has started."""
         return self._driven.pruner
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Makes the pruner: now the optimizer is there. A resumed training loads its checkpoint's state."""
+        """Makes the pruner, as the optimizer exists by now. A resumed training loads the state in its checkpoint."""
         if args.load_best_model_at_end:
             raise ValueError(
                 "load_best_model_at_end=True would load weights of another shape: leave it out. The pruner itself ends "
@@ -254,7 +255,7 @@ class PruneCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Notes the training loss."""
+        """Notes the epoch's mean training loss, unless a metric is monitored."""
         if self.monitor is None:
             self._driven.note_mean('let the model return a "loss", or give monitor="eval_loss"')
         self._driven.restart_epoch()
@@ -275,19 +276,19 @@ class PruneCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Goes back to the last model that had recovered, if this one has not."""
+        """Rolls back to the last model that had recovered, if the present one has not."""
         self._driven.finish()
         self._close()
 
     def _close(self) -> None:
-        """Takes the hooks of the training before, which may have failed, off the model."""
+        """Removes the hooks of a previous training, which may have failed, from the model."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
             self.pruner.close()
 
     def _record(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """Adds the loss of a training batch to the epoch's."""
+        """Adds the loss of a training batch to that of the epoch."""
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if module.training:
             self._driven.add_batch(loss)
@@ -299,7 +300,7 @@ class PruneCallback(TrainerCallback):
 
 
 def _first_examples(loader: Any) -> ExampleInputs:
-    """Two examples as the Trainer's collator batches them, without drawing from its random numbers."""
+    """Returns a batch of two examples from the Trainer's collator, without drawing from the loader's random numbers."""
     try:
         batch = loader.collate_fn([loader.dataset[0], loader.dataset[min(1, len(loader.dataset) - 1)]])
         return dict(batch)

@@ -73,8 +73,8 @@ def flip(path: Path) -> None:
     [
         (lambda folder: (folder / "state.safetensors").unlink(), "state.safetensors"),
         (lambda folder: flip(folder / "state.safetensors"), "state.safetensors"),
-        (lambda folder: flip(next((folder / "parts").glob("*.distcp"))), "not what was written"),
-        (lambda folder: (folder / "parts" / ".metadata").unlink(), "not what was written"),
+        (lambda folder: flip(next((folder / "parts").glob("*.distcp"))), "differs from what was written"),
+        (lambda folder: (folder / "parts" / ".metadata").unlink(), "differs from what was written"),
         (lambda folder: flip(folder / "model.safetensors"), "model.safetensors"),
         (lambda folder: (folder / "model.safetensors").unlink(), "it is missing; restore the folder"),
         (lambda folder: rlsprune.save(made()[0], folder / "model.safetensors"), "not the one that was written with"),

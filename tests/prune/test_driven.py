@@ -56,7 +56,7 @@ def test_faults_are_told() -> None:
 
 @pytest.mark.parametrize("name", ["accuracy", "val_acc", "eval_f1", "Val/AUROC", "rougeL", "test.top5", "mAP", "acc@1"])
 def test_a_metric_that_rises_needs_its_mode(name: str) -> None:
-    with pytest.raises(ValueError, match=r"of which higher is better: give mode=\"max\""):
+    with pytest.raises(ValueError, match=r"for which higher is better: give mode=\"max\""):
         DrivenPruner(name, None, {})
     DrivenPruner(name, "min", {})
 

@@ -350,7 +350,7 @@ def test_a_network_that_something_else_has_changed_is_told() -> None:
         second.prune()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     model[2] = copy.deepcopy(model[2])
-    with pytest.raises(RuntimeError, match="'2' is not the layer that it was"):
+    with pytest.raises(RuntimeError, match="'2' was replaced by another layer"):
         first.prune()
 
 

@@ -1,1 +1,1 @@
-"""Several processes that train one network together: what the optimizer and the pruner ask of ``torch.distributed``."""
+"""Several processes that train one network together, by ``torch.distributed``."""

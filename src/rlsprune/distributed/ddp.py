@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a network that changes its shape."""
+"""DistributedDataParallel around a network whose shape changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["rebuild", "rebuild_around"]
 
 
 def rebuild(wrapper: DistributedDataParallel) -> None:
-    """Lets the wrapper start afresh: buckets for the parameters' shapes of now, and hooks at their gradients of now.
+    """Rebuilds the wrapper in place, with buckets and gradient hooks for the parameters' present shapes.
 
-    By the way in which a wrapper comes back from a pickle, in place. Communication hooks are kept.
+    It does so as if the wrapper were unpickled. Communication hooks are kept.
     """
     hooks = list(wrapper._comm_hooks)
-    # The old reducer has to go first: it takes its hooks at the gradients with it.
+    # The old reducer has to go first, because its gradient hooks go with it.
     del wrapper.reducer, wrapper.logger
     wrapper.__setstate__(dict(vars(wrapper)))  # type: ignore[no-untyped-call]
     wrapper._comm_hooks = []
@@ -25,7 +25,7 @@ def rebuild(wrapper: DistributedDataParallel) -> None:
 
 
 def rebuild_around(model: nn.Module) -> None:
-    """Rebuilds every wrapper around a model, if there is any."""
+    """Rebuilds every DistributedDataParallel wrapper around a model, if there is any."""
     for wrapper in wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
             rebuild(wrapper)

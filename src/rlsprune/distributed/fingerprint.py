@@ -1,4 +1,4 @@
-"""What a network and its optimizer are, in a few numbers that ranks can compare."""
+"""Fingerprints of a network and its optimizer: a few numbers that ranks can compare."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, read as integers: one bit that differs changes it."""
+    """Returns the sum of a tensor's bits, read as integers; it changes with every single bit."""
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.dtype.itemsize])
     return int(bits.sum(dtype=torch.int64))
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None, *, values: bool = True) -> dict[str, Any]:
-    """Shape and checksum of every parameter, and of all that the optimizer keeps of it.
+    """Returns shape and checksum of every parameter and of the optimizer's state for it.
 
     Args:
         model: The network.
-        optimizer: Its optimizer.
-        values: Whether values count, or shapes alone.
+        optimizer: The optimizer, or None for parameters only.
+        values: Whether values count, and not only shapes.
     """
 
     def outline(tensor: Tensor) -> tuple[int, ...]:
-        # Of a tensor that is divided every rank has other values.
+        # Each rank has different values of a divided tensor.
         return (*tensor.shape, checksum(tensor)) if values and not is_sharded(tensor) else tuple(tensor.shape)
 
     prints: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The processes that train one network together, and the few things they tell each other."""
+"""The processes that train one network together, and the messages that they exchange."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 class DisagreementError(RuntimeError):
-    """Processes that should hold the same network do not."""
+    """Raised if processes that should hold the same network do not."""
 
 
 class RankLostError(RuntimeError):
-    """Another process died, hangs or does something else."""
+    """Raised if another process died, hangs or does something else."""
 
 
 class Ranks:
-    """A process group of more than one process. Every method but the plain attributes is called by all of them."""
+    """A process group of more than one process. All processes must call every method together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -37,25 +37,25 @@ class Ranks:
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        # A process group cannot be pickled; whoever loads it belongs to another one, or to none.
+        # A process group cannot be pickled; the process that loads it belongs to another group, or to none.
         return find_ranks, ()
 
     def sum_(self, tensor: Tensor) -> None:
-        """The sum over all ranks, in place."""
+        """Sums a tensor over all ranks, in place."""
         with self._meeting("sums"):
             dist.all_reduce(tensor, group=self.group)
 
     def all_true(self, fact: Tensor) -> Tensor:
-        """Whether a 0-dim bool is true on every rank, without looking at it."""
+        """Whether a 0-dim bool is true on every rank, as a tensor that the host does not wait for."""
         everywhere = fact.to(torch.int32)
         with self._meeting("checks"):
             dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self.group)
         return everywhere.bool()
 
     def exchange(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Every rank's own tensors to all others, in place: those in ``parts[r]`` are overwritten with rank r's.
+        """Sends every rank's own tensors to all others, in place: ``parts[r]`` is overwritten with rank r's tensors.
 
-        One message per rank and dtype, all under way at once.
+        It sends one message per rank and dtype, all at the same time.
         """
         pending = []
         for owner, tensors in enumerate(parts):
@@ -74,28 +74,28 @@ class Ranks:
                     tensor.copy_(data.view(tensor.shape))
 
     def stacked(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, all of one shape and dtype, in a new first dimension: one message."""
+        """Stacks the tensors of all ranks, of one shape and dtype, in a new first dimension. Sends one message."""
         everyone = tensor.new_empty(self.size, *tensor.shape)
         with self._meeting("rows"):
             dist.all_gather(list(everyone.unbind()), tensor.contiguous(), group=self.group)
         return everyone
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, of any kind that can be pickled, in the order of the ranks."""
+        """Returns every rank's value, of any kind that can be pickled, in the order of the ranks."""
         values: list[Any] = [None] * self.size
         with self._meeting("values"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def first(self, value: T) -> T:
-        """The value of rank 0."""
+        """Returns the value of rank 0."""
         return self.gather(value)[0]
 
     def agree(self, what: str, value: object) -> None:
-        """Stops every rank if their values differ; of mappings, the first entry that does is named.
+        """Raises on every rank if their values differ. For mappings the message names the first entry that differs.
 
         Raises:
-            DisagreementError: On all ranks.
+            DisagreementError: The values differ.
         """
         values = self.gather(value)
         for other, theirs in enumerate(values):
@@ -107,7 +107,7 @@ class Ranks:
                 )
 
     def gather_rows(self, tensor: Tensor | None, dim: int) -> Tensor | None:
-        """Every rank's tensor, one after the other along a dimension; those that are None are left out."""
+        """Concatenates the tensors of all ranks along a dimension, without those that are None; None if all are."""
         outlines = self.gather(None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type))
         known = next((outline for outline in outlines if outline is not None), None)
         if known is None:
@@ -135,11 +135,11 @@ class Ranks:
 
 
 def find_ranks(model: nn.Module | None = None, group: dist.ProcessGroup | None = None) -> Ranks | None:
-    """The processes that train together with this one, or None if it is alone.
+    """Returns the processes that train together with this one, or None if it is alone.
 
     Args:
-        model: Where it is wrapped in DistributedDataParallel, the wrapper's process group is the one.
-        group: The process group to take instead; None for the default one, if there is any.
+        model: The model. If it is wrapped in DistributedDataParallel, the wrapper's process group is used.
+        group: The process group to use instead; None for the wrapper's, or the default one if there is any.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None

@@ -1,4 +1,4 @@
-"""Joining the processes that ``torchrun`` has started."""
+"""Joins the processes that ``torchrun`` has started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 
 __all__ = ["joined", "leads", "started_by_torchrun"]
 
-_TIMEOUT = 600.0  # seconds, for the slowest thing that one rank does alone: writing, or measuring a latency
+_TIMEOUT = 600.0  # seconds, enough for the slowest work that one rank does alone: writing, or measuring a latency
 
 
 def started_by_torchrun() -> bool:
@@ -18,17 +18,17 @@ def started_by_torchrun() -> bool:
 
 
 def leads() -> bool:
-    """Whether this process speaks and writes for all: the only one, or rank 0."""
+    """Whether this process prints and writes for all: the only one, or rank 0."""
     return not started_by_torchrun() or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Within it, this process belongs to those that ``torchrun`` has started, each with a GPU of its own, if any."""
+    """Joins the processes that ``torchrun`` has started while inside, each with a GPU of its own, if there are any."""
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():  # by the caller, of the command line in Python
+    if dist.is_initialized():  # by a caller that runs the command line from Python
         yield
         return
     if torch.cuda.is_available():
@@ -36,7 +36,7 @@ def joined() -> Iterator[None]:
     timeout = timedelta(seconds=float(os.environ.get("RLSPRUNE_TIMEOUT", _TIMEOUT)))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
     yield
-    # Not after an error: the others would have to be waited for. All leave together: torchrun ends the ranks that are
-    # still at work, writing what the run delivers, if one that has left fails at its very end.
+    # Not after an error, as this would wait for the other ranks. All leave together, because torchrun ends ranks that
+    # are still writing results if one that has left fails at its very end.
     dist.barrier()
     dist.destroy_process_group()

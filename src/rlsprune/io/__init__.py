@@ -1,1 +1,1 @@
-"""Files: pruned models, the state of a training, exports, and how they are written whole or not at all."""
+"""Files: pruned models, the state of a training, exports, and writing them whole or not at all."""

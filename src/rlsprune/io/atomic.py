@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MAX_TEXT = 64 * 2**20
-"""Bytes of a text file that are read at most: parsed, JSON takes a multiple of that."""
+"""Largest number of bytes read from a text file. Parsed JSON takes a multiple of that in memory."""
 
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space"),
@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 class FileError(ValueError):
-    """A file that cannot be loaded: says which file, what is wrong with it and what to do."""
+    """Raised for a file that cannot be loaded. Names the file, the problem and the remedy."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str, remedy: str) -> None:
         super().__init__(f"{os.fspath(path)}: {problem}; {remedy}")
@@ -44,12 +44,12 @@ class FileError(ValueError):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[FileError], tuple[Path, str, str]]:
-        # The default rebuilds an exception from its message alone, so it would not survive a worker process.
+        # By default an exception is rebuilt from its message alone, so it would not survive a worker process.
         return type(self), (self.path, self.problem, self.remedy)
 
 
 class StorageError(OSError):
-    """A write that failed. Says what, why and what to do. What was there before is intact."""
+    """Raised for a failed write. Names the file, the reason and the remedy. The old content is intact."""
 
     def __init__(self, path: str | os.PathLike[str], cause: OSError) -> None:
         remedy = _REMEDIES.get(cause.errno or 0, "check the disk")
@@ -62,7 +62,7 @@ class StorageError(OSError):
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Raises `FileError` for what no system takes as the name of a file, and TypeError for what is none."""
+    """Raises TypeError if a path is no file name, and `FileError` if no system accepts it as one."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"the path is {shown(path)}: give the name of a file")
     if "\0" in os.fspath(path):
@@ -81,7 +81,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = final.with_name(f".{final.stem[:64]}.{secrets.token_hex(6)}{final.suffix}")
     try:
         temporary.touch()
-        # What writes to the path may give it other rights: it gets those of the file it replaces, or of a new one.
+        # A writer may change the file's permissions: it gets those of the file that it replaces, or of a new one.
         mode = stat.S_IMODE((final if final.exists() else temporary).stat().st_mode)
         yield temporary
         temporary.chmod(mode)
@@ -95,10 +95,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def storing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns whatever the system raises for want of space or rights into a `StorageError` about `path`."""
+    """Turns the system's errors, such as missing space or permissions, into a `StorageError` about `path`."""
     try:
         yield
-    except (StorageError, BlockingIOError):  # it is said already; someone else is using it
+    except (StorageError, BlockingIOError):  # already reported; in use by another process
         raise
     except OSError as error:
         raise StorageError(path, error) from error
@@ -116,7 +116,7 @@ def make_folder(path: Path) -> None:
 def flush(path: Path) -> None:
     """Waits until a file's content, or a folder's entries, are on the disk."""
     if os.name != "posix" and path.is_dir():
-        return  # a folder cannot be opened there
+        return  # Windows cannot open a folder
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -125,16 +125,16 @@ def flush(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, as text."""
+    """Returns the SHA-256 of a file's content, as text."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: str | os.PathLike[str], remedy: str) -> str:
-    """The text of a file that a stranger may have made.
+    """Reads the text of an untrusted file.
 
     Raises:
-        FileError: It is missing, not a regular file (a pipe or a device would never end), not UTF-8, or absurdly large.
+        FileError: The file is missing, no regular file (a pipe or a device would never end), not UTF-8, or too large.
     """
     check_name(path)
     try:

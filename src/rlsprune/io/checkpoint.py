@@ -1,8 +1,8 @@
-"""Checkpoints that every rank writes its part of, by ``torch.distributed.checkpoint``, for any number of ranks to load.
+"""Checkpoints by ``torch.distributed.checkpoint``: every rank writes its part, and any number of ranks can load them.
 
-A folder holds ``model.safetensors`` (not of a network divided by ``fully_shard``), in ``parts/`` the optimizer's
-tensors and the divided weights, each written by a rank that has it, and, written last, ``state.safetensors``: all else,
-and the digests of the other files. No rank ever holds more than its own part.
+A folder holds ``model.safetensors`` (unless ``fully_shard`` divides the network) and ``parts/`` with the optimizer's
+tensors and the divided weights, each written by a rank that has it. ``state.safetensors`` is written last and holds all
+else, and the digests of the other files. No rank ever holds more than its own part.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint; all ranks call it, on a file system that they share.
 
-    It includes the random state of every rank: a run that resumes on as many ranks has the same numbers to the bit.
+    It includes the random state of every rank, so that a run resumed on as many ranks has bit-identical numbers.
 
     Args:
-        folder: Created if it does not exist. Its content is replaced, and is no checkpoint until all of it is written:
-            use a new folder for every checkpoint.
+        folder: The folder, created if it does not exist. Its content is replaced, and is no checkpoint until all of it
+            is written: use a new folder for every checkpoint.
         model: The network, wrapped or not.
         optimizer: Any optimizer whose state is tensors and numbers.
         pruner: The pruner, if there is one.
@@ -90,12 +90,12 @@ def save_checkpoint(
                 modelfile.save(model, path / _MODEL)
                 state["model"] = modelfile.read_checksum(path / _MODEL)
         if ranks is not None:
-            ranks.gather(None)  # the folder is there
+            ranks.gather(None)  # waits until the folder exists
         state["digests"] = write_parts(path / _PARTS, parts, ranks)
         if leads:
             save_state(path / _STATE, state)
     if ranks is not None:
-        ranks.gather(None)  # nobody goes on, or ends, before it is complete
+        ranks.gather(None)  # no rank goes on, or ends, before the checkpoint is complete
 
 
 def load_checkpoint(
@@ -108,8 +108,8 @@ def load_checkpoint(
 
     Args:
         folder: A folder of `save_checkpoint`.
-        model: A fresh model, which takes the checkpoint's shape and weights; it may be divided by ``fully_shard`` or
-            not, like the saved one or unlike it. Wrap it in DistributedDataParallel after this.
+        model: A fresh model, which takes the checkpoint's shape and weights. It may be divided by ``fully_shard`` or
+            not, whether or not the saved one was. Wrap it in DistributedDataParallel afterwards.
         optimizer: An optimizer of that model, with the same layers.
         pruner: The pruner of both.
 
@@ -128,7 +128,9 @@ def load_checkpoint(
     model, path, ranks = unwrap(model), Path(folder), find_ranks(model)
     settle(model)
     if not (path / _STATE).is_file():
-        raise FileError(path, f"it is no complete checkpoint: {_STATE}, written last, is missing", "load another one")
+        raise FileError(
+            path, f"it is not a complete checkpoint: {_STATE}, written last, is missing", "load another one"
+        )
     state = load_state(path / _STATE)
     divided = "shape" in state
     if not state.keys() >= _KEYS or not (divided or "model" in state):
@@ -174,7 +176,7 @@ def _fill(
 
 
 def _random_states(model: nn.Module) -> dict[str, Tensor]:
-    """Of the CPU, and of the kind of device that the model is on."""
+    """Returns the random states of the CPU and of the kind of device that the model is on."""
     states, device = {"cpu": torch.get_rng_state()}, _device(model)
     if device.type != "cpu":
         place = () if device.type == "mps" else (device,)
@@ -199,7 +201,7 @@ def _device(model: nn.Module) -> torch.device:
 
 @contextlib.contextmanager
 def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """An error inside leaves the optimizer's state and settings as they were."""
+    """Restores the optimizer's state and settings if an error occurs inside."""
     states = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
     try:
@@ -216,12 +218,15 @@ def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
 def _room(
     path: Path, parameters: dict[str, Tensor], divided: set[str], name: str, outline: TensorStorageMetadata
 ) -> Tensor:
-    """Where a saved tensor goes: divided if it was, or is to be, and the network is."""
+    """Makes the tensor that a saved one is loaded into. In a divided network it is divided like the weights.
+
+    That holds for tensors that were saved divided, and for those that have the shape of their parameter.
+    """
     kind, owner, *rest = name.split("/")
     if kind != "pruner" and owner not in parameters:
         raise FileError(path, f"it has the state of {owner!r}, which the model does not have", "build the same model")
     like = next(iter(parameters.values())) if kind == "pruner" else parameters[owner]
-    # What an optimizer keeps of a parameter itself (not in an entry of an entry) has its shape.
+    # An optimizer's direct entry for a parameter (not one inside another entry) has the parameter's shape.
     mirrors = kind == "optimizer" and len(rest) == 1 and len(outline.size) == like.dim()
     if is_sharded(like) and (name in divided or mirrors):
         from torch.distributed.tensor import zeros
@@ -237,7 +242,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _grouping(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """The names of the parameters in each of the optimizer's groups."""
+    """Returns the names of the parameters in each of the optimizer's groups."""
     names = _names(model)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter not in names:

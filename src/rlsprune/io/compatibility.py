@@ -1,7 +1,7 @@
-"""Does a file fit a model? Every check that comes before the model is touched.
+"""Checks that a file fits a model. All of them run before the model changes.
 
-What is said about the file comes from a stranger; what is said about the model is the truth it is compared with. Each
-check raises a `ValueError` that says what is wrong.
+The content of the file is untrusted; it is compared with the model. Each check raises a `ValueError` that names the
+problem.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = [
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers by name; one that has several names comes under each.
+    """Returns all parameters and persistent buffers by name. One with several names appears under each.
 
     Raises:
-        ValueError: If a module keeps state that is not a tensor.
+        ValueError: A module keeps state that is not a tensor.
     """
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
-                f"{prefix or 'the model'} keeps extra state beside its tensors: only tensors go into a file"
+                f"{prefix or 'the model'} keeps extra state besides its tensors: only tensors go into a file"
             )
         buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for name, tensor in [*module._parameters.items(), *buffers.items()]:
@@ -50,24 +50,24 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """False for parameters of lazy modules and tensors on the meta device."""
+    """Whether a tensor has data; parameters of lazy modules and tensors on the meta device have none."""
     return not (is_lazy(tensor) or tensor.is_meta)
 
 
 def sized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose sizes we know how to change, by name."""
+    """Returns the layers whose sizes can be changed, by name."""
     return {name: module for name, module in model.named_modules() if read_sizes(module) is not None}
 
 
 def selector_name(layer: str) -> str:
-    """The name of a layer's kept inputs among the tensors."""
+    """Returns the name of a layer's kept inputs among the tensors."""
     return f"{layer}.{KEPT_INPUTS}" if layer else KEPT_INPUTS
 
 
 def check_sized_layers(given: Mapping[str, object], layers: Mapping[str, nn.Module]) -> dict[str, Sizes]:
-    """The sizes for each layer of the model, which must be those of the file and able to shrink to them."""
-    # Files of earlier versions say nothing of recurrent layers, and, with those of models that know their heads by
-    # other means, nothing of attention.
+    """Returns the file's sizes for each layer. The model must have the same layers, and they must shrink to them."""
+    # Files of earlier versions have no sizes of recurrent layers. They and files of models that know their heads by
+    # other means have none of attention.
     silent = {name: read_sizes(layer) for name, layer in layers.items() if name not in given and is_newly_sized(layer)}
     given = {**given, **silent}
     _check_same("layers", given, layers)
@@ -81,7 +81,7 @@ def check_sized_layers(given: Mapping[str, object], layers: Mapping[str, nn.Modu
 
 
 def check_inputs(given: Mapping[str, object], layers: Mapping[str, nn.Module]) -> dict[str, int]:
-    """The width of the input, before the selector, of each layer that has one in the file."""
+    """Returns the width of the input before the selector, for each layer that has a selector in the file."""
     widths = {}
     for name, width in given.items():
         layer = layers.get(name)
@@ -102,17 +102,17 @@ def check_inputs(given: Mapping[str, object], layers: Mapping[str, nn.Module]) -
 
 
 def check_names(stored: Iterable[str], aliases: Mapping[str, object], own: Mapping[str, Tensor]) -> dict[str, str]:
-    """Maps each name in the model to the name in the file whose tensor it takes, kept inputs left out.
+    """Maps each name in the model to the name in the file whose tensor it takes, without kept inputs.
 
     Args:
         stored: The names of the tensors in the file.
-        aliases: Further names, and which tensor is theirs.
+        aliases: Further name → the name in the file whose tensor it shares.
         own: The tensors of the model.
     """
     sources = {name: name for name in stored}
     for name, source in aliases.items():
         if name in sources or not isinstance(source, str) or sources.get(source) != source:
-            raise ValueError(f"it says that {quoted([name])} shares a tensor, but not soundly")
+            raise ValueError(f"its alias {quoted([name])} is not another name of a stored tensor")
     sources |= {name: str(source) for name, source in aliases.items()}
     _check_same("tensors", sources, own)
     taken: dict[int, str] = {}
@@ -129,13 +129,13 @@ def check_tensors(
     model: nn.Module,
     sizes: Mapping[str, Sizes],
 ) -> None:
-    """Checks type and shape of what the file has for each name of the model.
+    """Checks type and shape of the file's tensor for each name of the model.
 
     Args:
-        entries: What the file has for each name.
+        entries: The file's entry for each name.
         own: The tensors of the model.
         model: The model.
-        sizes: The checked sizes of its layers. A layer that stands under several names has them under the first.
+        sizes: The checked sizes of its layers. A layer with several names has them under the first.
     """
     by_layer = {id(layer): sizes[name] for name, layer in sized_layers(model).items()}
     for name, tensor in own.items():
@@ -157,7 +157,7 @@ def check_tensors(
 
 
 def check_selector(layer: str, entry: Entry | None, count: object = None) -> None:
-    """Checks type and shape of a layer's kept inputs; `count` is how many there must be, if that is known."""
+    """Checks type and shape of a layer's kept inputs; `count` is the required number, if known."""
     shape = [] if entry is None else entry.get_shape()
     if entry is None or entry.get_dtype() != DTYPES[torch.int64] or len(shape) != 1 or count not in (None, shape[0]):
         raise ValueError(f"the kept inputs of layer {quoted([layer])} are not a list of {count or 'its'} indices")

@@ -1,7 +1,7 @@
 """Files for deployment, which need neither this package nor the model's class: torch.export programs and ONNX.
 
 The first dimension of the inputs is the batch and may have any size in the exported model. Each file is run before it
-takes its place: on the example inputs and on another batch size it must give what the model gives.
+takes its place: on the example inputs and on another batch size it must give the model's outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ExportCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Reference(NamedTuple):
-    """What the model gives for one call."""
+    """The model's outputs for one call."""
 
     size: int
     call: ExportCall
@@ -48,14 +48,14 @@ class _Reference(NamedTuple):
 
 
 class ExportError(RuntimeError):
-    """A model cannot be exported, or its exported form computes other outputs."""
+    """Raised if a model cannot be exported, or if its exported form computes different outputs."""
 
 
 def export_program(model: nn.Module, example_inputs: ExampleInputs, path: str | os.PathLike[str]) -> None:
     """Writes the model's inference as a `torch.export` program; `torch.export.load(path).module()` runs it.
 
     Args:
-        model: In any mode; it is exported as in `eval()` and not changed.
+        model: The model, in any mode; it is exported as in `eval()` and not changed.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, batch first.
         path: The file, ending in `.pt2`.
 
@@ -98,7 +98,7 @@ def export_onnx(
     """Writes the model's inference as one ONNX file. Needs the extra `rlsprune[onnx]`.
 
     Args:
-        model: In any mode; it is exported as in `eval()` and not changed.
+        model: The model, in any mode; it is exported as in `eval()` and not changed.
         example_inputs: A tensor, a tuple of arguments or a dict of keyword arguments, batch first.
         path: The file, which usually ends in `.onnx`.
         metadata: Texts by name for the file; onnxruntime returns them as
@@ -126,7 +126,7 @@ def export_onnx(
     runtime = _onnx_runtime()
     with shown_progress() as tell, inference(model, example_inputs) as (plain, args, kwargs), plain_attention():
         tell(f"exporting to {Path(path).name}", 0, None)
-        # onnxruntime is asked to run on the CPU, so that is where the reference runs too.
+        # onnxruntime runs on the CPU, so the reference does, too.
         plain = copy.deepcopy(plain).cpu()
         references = _references(plain, tree_map(_on_cpu, (args, kwargs)), path)
         args, kwargs = references[-1].call
@@ -177,14 +177,14 @@ def _explained(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what the tracer said, without colours; torch.onnx wraps it in advice for its own developers."""
+    """Returns the first line of the tracer's message, uncoloured. torch.onnx adds advice for its own developers."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error)).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what torch's exporter says about other packages and itself, and the programs it prints when it fails."""
+    """Silences the exporter's messages about other packages and itself, and the programs that it prints on failures."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -206,7 +206,7 @@ def _batch_size(call: ExportCall) -> int:
 
 
 def _resized(call: ExportCall, size: int) -> ExportCall:
-    """The call with its examples repeated until there are `size`; tensors without the batch dimension stay."""
+    """Returns the call with its examples repeated to a batch of `size`; tensors without the batch dimension stay."""
     batch = _batch_size(call)
 
     def resize(leaf: Any) -> Any:
@@ -227,7 +227,7 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _references(model: nn.Module, call: ExportCall, path: str | os.PathLike[str]) -> list[_Reference]:
-    """What the model gives for the examples and for one more of them. A batch of one is too small to trace with."""
+    """Runs the model on the examples, and on one more of them, as a batch of one is too small to trace with."""
     batch = _batch_size(call)
     references = []
     for size in (batch, batch + 1):
@@ -242,7 +242,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def _dynamic_shapes(model: nn.Module, call: ExportCall) -> dict[str, Any]:
-    """Which dimensions are variable, by the names of the forward's arguments; ``*xs`` are one."""
+    """Returns the variable dimensions by the names of the forward's arguments; ``*xs`` count as one argument."""
     size = _batch_size(call)
     batch = torch.export.Dim("batch", min=1)
     args, kwargs = call
@@ -255,11 +255,11 @@ def _dynamic_shapes(model: nn.Module, call: ExportCall) -> dict[str, Any]:
 
 
 def _name_arguments(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Gives what a forward takes by ``**named`` a place in its signature: torch.export follows no others.
+    """Adds the arguments that a forward takes by ``**named`` to its signature: torch.export follows no others.
 
     Args:
-        model: A copy of the user's; its forward is replaced by one that does the same.
-        kwargs: What it is called with.
+        model: A copy of the user's model; its forward is replaced by one that does the same.
+        kwargs: The keyword arguments of the call.
     """
     forward: Callable[..., Any] = model.forward
     signature = inspect.signature(forward)
@@ -277,7 +277,7 @@ def _name_arguments(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def _verify(references: list[_Reference], run: Callable[..., list[Any]], path: str | os.PathLike[str]) -> None:
-    """Compares what the file computes with what the model computed."""
+    """Raises if the file's outputs differ from the model's."""
     for size, (args, kwargs), expected in references:
         found = _tensors(run(args, kwargs))
         if len(found) != len(expected):
@@ -292,14 +292,14 @@ def _verify(references: list[_Reference], run: Callable[..., list[Any]], path: s
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """The largest difference of two outputs, infinite if they are of different shapes, and what is allowed."""
+    """Returns the largest difference of two outputs (infinite if shapes or dtypes differ), and the allowed one."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf"), 0.0
     if not ours.numel() or torch.equal(ours, theirs):
         return 0.0, TOLERANCE
     a, b = ours.detach().cpu().to(torch.float64), theirs.detach().cpu().to(torch.float64)
-    coarse = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0  # of half precision above 1e-5
-    # NaN and infinity must stand in the same places; where they do, they do not count.
+    coarse = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0  # above 1e-5 for half precision
+    # NaN and infinity must be in the same places; where they are, they do not count.
     special = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
     error = (a - b).abs().masked_fill(special, 0.0).max().item()
     scale = max(1.0, a.masked_fill(~a.isfinite(), 0.0).abs().max().item())

@@ -1,4 +1,4 @@
-"""One process at a time: a lock that the system releases when its holder ends, however it ends."""
+"""A lock for one process at a time, which the system releases when its holder ends, however it ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rlsprune.io.atomic import FileError
 __all__ = ["InUseError", "exclusive"]
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
-_MAX_HOLDER = 200  # bytes that are read of who holds it
+_MAX_HOLDER = 200  # bytes of the holder's name that are read
 
 
 class InUseError(BlockingIOError):
-    """Another process works on the same thing."""
+    """Raised if another process holds the lock."""
 
 
 @contextlib.contextmanager
@@ -36,11 +36,11 @@ def exclusive(path: Path) -> Iterator[None]:
     The lock is the system's, on the file's open handle: a file that a dead process left behind does not block.
 
     Args:
-        path: A file for the lock; it is made, says who holds it, and stays.
+        path: A file for the lock. It is made if it is missing, names the holder, and stays.
 
     Raises:
-        InUseError: Someone else holds it; the message says who.
-        FileError: Something else than a regular file has its name.
+        InUseError: Another process holds the lock; the message names it.
+        FileError: The path exists and is not a regular file.
         OSError: The file cannot be made.
     """
     descriptor = _open(path)
@@ -54,7 +54,7 @@ def exclusive(path: Path) -> Iterator[None]:
                 raise InUseError(
                     f"{path.parent} is in use by {holder}: wait until that is done, or end it first"
                 ) from None
-            warnings.warn(f"{path} cannot be locked ({error}): see to it that no other process uses it", stacklevel=4)
+            warnings.warn(f"{path} cannot be locked ({error}): make sure that no other process uses it", stacklevel=4)
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode("ascii", "replace"))
@@ -64,7 +64,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> int:
-    """The file, made if it is not there; no link is followed, and a pipe is not waited for."""
+    """Opens the file, or makes it. It follows no link and does not wait for a pipe."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -80,7 +80,7 @@ def _open(path: Path) -> int:
 
 def _lock(descriptor: int) -> None:
     if sys.platform == "win32":
-        os.lseek(descriptor, _MAX_HOLDER, os.SEEK_SET)  # behind the text, which others may read
+        os.lseek(descriptor, _MAX_HOLDER, os.SEEK_SET)  # behind the text, so that others can read it
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
     else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

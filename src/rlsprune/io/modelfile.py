@@ -2,7 +2,7 @@
 
 A file holds every parameter and buffer once, and in its header's metadata
 - `rlsprune`: JSON with the format's version, the sizes of the layers, the widths before the input selectors, names that
-  share a tensor, and whatever the caller added, such as the pruning history;
+  share a tensor, and the caller's metadata, such as the pruning history;
 - `sha256`: the digest of that JSON and of all tensors.
 """
 
@@ -40,13 +40,13 @@ _REMEDY = "give an undamaged file that rlsprune.save wrote for this model"
 def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
     """Writes a model, pruned or not, to one safetensors file.
 
-    It writes the file beside its place, flushes it to the disk and renames it: if that fails, the old file stays.
+    It writes a temporary file in the same folder, flushes it to the disk and renames it: on errors the old file stays.
 
     Args:
         model: The model, also in wrappers of `torch.compile` and data parallelism. If ``fully_shard`` divides it,
             all ranks call this, and rank 0 writes.
         path: The file, which usually ends in `.safetensors`.
-        metadata: Anything that `json.dumps` takes; `read_metadata` returns it.
+        metadata: Metadata that `json.dumps` takes; `read_metadata` returns it.
 
     Raises:
         ValueError: If the file cannot hold the model: it has state outside tensors, tensors without data or of an
@@ -83,7 +83,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, 
     if ranks is None or ranks.rank == 0:
         tensorfile.write(path, _KEY, text, tensors)
     if ranks is not None:
-        ranks.gather(None)  # nobody reads it before it is there
+        ranks.gather(None)  # no rank reads the file before it exists
 
 
 def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
@@ -100,7 +100,7 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        FileError: If the file is damaged, of another program, or of another model.
+        FileError: If the file is damaged, or from another program or model.
         ValueError: If the model cannot take a file.
         OSError: If the file cannot be read.
         RuntimeError: Inside ``torch.inference_mode()``.
@@ -145,7 +145,7 @@ def load(path: str | os.PathLike[str], into: nn.Module) -> nn.Module:
 
 
 def shape_of(model: nn.Module) -> dict[str, Any]:
-    """All of a network but its parameters: the sizes of its layers, its input selectors and its buffers."""
+    """Returns all of a network but its parameters: the sizes of its layers, its input selectors and its buffers."""
     layers = compatibility.sized_layers(model)
     selectors = {name: (kept_inputs(layer), full_in_features(layer)) for name, layer in _linear(layers).items()}
     return {
@@ -158,10 +158,10 @@ def shape_of(model: nn.Module) -> dict[str, Any]:
 def reshape(
     model: nn.Module, shape: Mapping[str, Any], weights: Mapping[str, Tensor | None], path: str | os.PathLike[str]
 ) -> None:
-    """Gives a network what `shape_of` another one told, and its parameters; all of it, or nothing.
+    """Gives a network the shape that `shape_of` returned for another one, and its parameters; all or nothing.
 
     Raises:
-        FileError: They are of another network; ``path`` is where they come from.
+        FileError: The shape or the parameters are of another network; the message names ``path``, their source.
     """
     own, layers = _own(model), compatibility.sized_layers(model)
     fresh = {**weights, **shape["buffers"]}
@@ -188,7 +188,7 @@ def _apply(
 
 
 def _own(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, without the input selectors."""
+    """Returns parameters and buffers by name, without the input selectors."""
     layers = _linear(compatibility.sized_layers(model))
     selecting = {compatibility.selector_name(name) for name, layer in layers.items() if kept_inputs(layer) is not None}
     return {name: tensor for name, tensor in compatibility.named_tensors(model).items() if name not in selecting}
@@ -200,7 +200,7 @@ def _linear(layers: Mapping[str, nn.Module]) -> dict[str, nn.Linear]:
 
 @contextlib.contextmanager
 def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """An error inside, memory that runs out say, leaves tensors, sizes and input selectors as they were."""
+    """Restores tensors, sizes and input selectors if an error, such as missing memory, occurs inside."""
     own, layers = _own(model), compatibility.sized_layers(model)
     tensors = [(tensor, tensor.data, tensor.grad) for tensor in own.values()]
     sizes = [(layer, read_sizes(layer)) for layer in layers.values()]
@@ -221,10 +221,10 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def read_checksum(path: str | os.PathLike[str]) -> str:
-    """The checksum that a file of `save` carries, which tells it from every other; `load` compares the content with it.
+    """Returns the checksum in a file of `save`, which identifies it; `load` compares the content with it.
 
     Raises:
-        FileError: If the file is damaged or of another program.
+        FileError: If the file is damaged or from another program.
     """
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
         return file.checksum
@@ -234,10 +234,10 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a whole file of `save` and compares it with its checksum.
 
     Returns:
-        What `read_metadata` does.
+        The same as `read_metadata`.
 
     Raises:
-        FileError: If the file is damaged or of another program.
+        FileError: If the file is damaged or from another program.
         OSError: If it cannot be read.
     """
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
@@ -253,7 +253,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         the original features), `aliases` (name → the name whose tensor it shares) and `metadata` (yours).
 
     Raises:
-        FileError: If the file is damaged or of another program.
+        FileError: If the file is damaged or from another program.
         OSError: If it cannot be read.
 
     Examples:
@@ -283,12 +283,12 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _content(file: TensorFile) -> dict[str, Any]:
-    """The metadata's JSON, with the types of its top level checked."""
+    """Returns the metadata's JSON, after checking the types of its top level."""
     content = tensorfile.parse_json(file.text)
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise ValueError("its metadata names no format")
     if content["format"] != FORMAT:
-        raise ValueError(f"it has a format other than {FORMAT}, which is what this version of rlsprune reads")
+        raise ValueError(f"it has a format other than {FORMAT}, the only one that this version of rlsprune reads")
     for name in ("layers", "inputs", "aliases", "metadata"):
         if not isinstance(content.get(name), dict):
             raise ValueError(f"{name!r} in its metadata is not a mapping")
@@ -296,7 +296,7 @@ def _content(file: TensorFile) -> dict[str, Any]:
 
 
 def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors without those that are another one again, and the name of that other one for each left out."""
+    """Returns the tensors without duplicates, and for each duplicate the name of the tensor that it repeats."""
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -316,7 +316,10 @@ def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _on_devices(own: dict[str, Tensor], sources: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What each tensor of the model becomes, on its device and in its memory format; one tensor, one value."""
+    """Returns the new value of each tensor of the model, on its device and in its memory format.
+
+    Several names of one tensor get the same value.
+    """
     fresh: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     for name, target in own.items():

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, of which every rank writes its part by ``torch.distributed.checkpoint``."""
+"""The tensors of a checkpoint: every rank writes its part, by ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rlsprune.model.interrupts import uninterrupted
 
 __all__ = ["joined", "read_parts", "taken_apart", "write_parts"]
 
-_PART = "\0part"  # in place of a tensor that is a part: where it is
+_PART = "\0part"  # key of the name that replaces a tensor
 
 
 def taken_apart(value: Any, name: str, parts: dict[str, Tensor]) -> Any:
-    """Nested containers without their tensors, which go into ``parts`` under names that begin with ``name``.
+    """Returns nested containers without their tensors, and puts these into ``parts``, under names from ``name`` on.
 
     Tensors without dimensions stay: they are counts, the same on all ranks.
     """
@@ -40,7 +40,7 @@ def taken_apart(value: Any, name: str, parts: dict[str, Tensor]) -> Any:
 
 
 def joined(value: Any, parts: Mapping[str, Tensor]) -> Any:
-    """What was `taken_apart`, with its tensors."""
+    """Reverses `taken_apart`: returns the containers with their tensors."""
     if isinstance(value, dict):
         return parts[value[_PART]] if _PART in value else {key: joined(item, parts) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -49,7 +49,7 @@ def joined(value: Any, parts: Mapping[str, Tensor]) -> Any:
 
 
 def write_parts(folder: Path, parts: Mapping[str, Tensor], ranks: Ranks | None) -> dict[str, str]:
-    """Writes them, flushed to the disk; all ranks call it.
+    """Writes the parts and flushes them to the disk; all ranks call it.
 
     Returns:
         Name of a file → its SHA-256.
@@ -69,12 +69,12 @@ def write_parts(folder: Path, parts: Mapping[str, Tensor], ranks: Ranks | None) 
 def read_parts(
     folder: Path, digests: Mapping[str, str], room: Callable[[str, TensorStorageMetadata], Tensor], ranks: Ranks | None
 ) -> dict[str, Tensor]:
-    """Reads what any number of ranks has written; all ranks call it.
+    """Reads parts that any number of ranks has written; all ranks call it.
 
     Args:
-        folder: Of `write_parts`.
-        digests: What it returned.
-        room: From a name and what is known of the tensor to where it goes.
+        folder: The folder of `write_parts`.
+        digests: The result of `write_parts`.
+        room: A function that returns the tensor to load into, given a name and the metadata of the saved tensor.
         ranks: The processes.
 
     Raises:
@@ -86,7 +86,7 @@ def read_parts(
     if ranks is not None:
         wrong = [name for found in ranks.gather(wrong) for name in found]
     if wrong:
-        raise FileError(folder / wrong[0], "it is not what was written", "load the checkpoint before")
+        raise FileError(folder / wrong[0], "it differs from what was written", "load an earlier checkpoint")
     outlines = FileSystemReader(folder).read_metadata().state_dict_metadata
     parts = {name: room(name, kept) for name, kept in outlines.items() if isinstance(kept, TensorStorageMetadata)}
     with _explained(folder):
@@ -96,9 +96,9 @@ def read_parts(
 
 @contextlib.contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Ctrl-C waits inside: torch would take it for a failure. Of a failure the cause is raised."""
+    """Delays Ctrl-C inside, which torch would take for a failure. Raises the cause of a failure."""
     with uninterrupted(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # it was told so
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose
         try:
             yield
         except CheckpointException as error:

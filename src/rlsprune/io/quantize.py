@@ -1,4 +1,4 @@
-"""An exported network in 8-bit integers, by ONNX Runtime's own tools."""
+"""Quantization of an exported network to 8-bit integers, by ONNX Runtime's own tools."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def quantize_onnx(
 
     Weights are scaled channel by channel, activations by their range on the given batches. Layers that read
     columns of very different ranges, such as those of a table, stay in floating point: one scale for all would round
-    the small ones to zero. Measure the accuracy afterwards: it changes, mostly by little.
+    the small ones to zero. Measure the accuracy afterwards, because it changes, usually a little.
 
     Args:
         source: A file with one input, as `rlsprune.export_onnx` writes it.
         path: The new file.
         batches: A few hundred representative inputs, as tensors, or (inputs, labels) pairs as a data loader gives them.
-        float_outputs: Whether the output layers stay in floating point, for numbers whose deviation is
-            small beside their mean, which 8 bits cannot distinguish.
+        float_outputs: Whether the output layers stay in floating point, for outputs whose deviation is small compared
+            with their mean, which 8 bits cannot resolve.
 
     Raises:
         ImportError: onnxruntime or onnx is not installed.
@@ -73,7 +73,7 @@ def quantize_onnx(
         raise ValueError("batches is empty: give a few hundred inputs like those that the network will see")
 
     class CalibrationReader(tools.CalibrationDataReader):  # type: ignore[misc, name-defined]
-        """The feeds, one by one, as the tools ask for them."""
+        """The feeds, which the tools request one by one."""
 
         def __init__(self) -> None:
             self._feeds: Iterator[Any] = iter(feeds)
@@ -95,14 +95,14 @@ def quantize_onnx(
             weight_type=tools.QuantType.QInt8,
             activation_type=tools.QuantType.QUInt8,
             nodes_to_exclude=kept,
-            # Without it, x86 processors that lack VNNI saturate their 16-bit sums in silence: outputs were 13 % off.
+            # Without it, x86 processors without VNNI silently saturate their 16-bit sums: outputs were 13 % off.
             reduce_range=True,
         )
         _session(runtime, temporary).run(None, feeds[0])  # a file that does not run must not take its place
 
 
 def _ranges_differ(feeds: list[dict[str, Any]]) -> bool:
-    """Whether the inputs are rows whose usual column has less than an eighth of the range of the widest."""
+    """Whether the inputs are rows whose median column has less than an eighth of the range of the widest one."""
     arrays = [array for feed in feeds for array in feed.values()]
     if any(array.ndim != 2 or array.dtype.kind != "f" for array in arrays):
         return False
@@ -111,7 +111,7 @@ def _ranges_differ(feeds: list[dict[str, Any]]) -> bool:
 
 
 def _first_layers(path: Path) -> list[str]:
-    """The names of the nodes that compute with the network's inputs; those that only pick or reshape do not."""
+    """Returns the names of the nodes that compute with the network's inputs; nodes that only pick or reshape do not."""
     onnx: Any = importlib.import_module("onnx")
     graph = onnx.load(str(path)).graph
     weights = {tensor.name for tensor in graph.initializer}
@@ -128,7 +128,7 @@ def _first_layers(path: Path) -> list[str]:
 
 
 def _last_layers(path: Path) -> list[str]:
-    """The names of the nodes that compute the network's outputs, and of those that only pick or reshape after them."""
+    """Returns the names of the nodes that compute the network's outputs, and of those that then pick or reshape."""
     onnx: Any = importlib.import_module("onnx")
     graph = onnx.load(str(path)).graph
     carried = {node.name for node in graph.output}
@@ -137,7 +137,7 @@ def _last_layers(path: Path) -> list[str]:
         if carried.isdisjoint(node.output):
             continue
         found.append(node.name)
-        if node.op_type in (*_CARRIERS, "Add"):  # a bias of its own
+        if node.op_type in (*_CARRIERS, "Add"):  # Add: a separate bias
             carried.update(node.input)
     return found
 
@@ -152,7 +152,7 @@ def _array(batch: Any) -> Any:
 
 
 def _checked(array: Any, node: Any) -> Any:
-    """The array, if it is what the network's input takes; sizes that are no numbers may be anything."""
+    """Returns the array if it fits the network's input, and raises otherwise. Symbolic sizes fit any size."""
     fits = len(array.shape) == len(node.shape) and all(
         not isinstance(wanted, int) or wanted == size for wanted, size in zip(node.shape, array.shape, strict=True)
     )
@@ -168,7 +168,7 @@ def _checked(array: Any, node: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the tools' advice on the root logger, which is followed already."""
+    """Silences the tools' advice on the root logger, as it is already followed."""
     logger = logging.getLogger()
     disabled = logger.disabled
     logger.disabled = True

@@ -1,7 +1,7 @@
 """The state of a run in one file: nested plain containers with tensors in them. No file can execute anything.
 
-The tensors stand in a safetensors file under the numbers 0, 1, …; its JSON text has the containers, in which lists are
-lists, and everything that JSON lacks is an object with one key: `{"dict": [[key, value], …]}`, `{"tuple": […]}` and
+A safetensors file holds the tensors under the numbers 0, 1, …. Its JSON text holds the containers: lists are lists, and
+everything that JSON lacks is an object with one key: `{"dict": [[key, value], …]}`, `{"tuple": […]}` and
 `{"tensor": [number, memory format]}`.
 """
 
@@ -39,7 +39,7 @@ def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         state: Dicts, lists, tuples, strings, numbers, booleans, None and dense tensors, nested in any way.
 
     Raises:
-        ValueError: It holds something else; the message says what and where.
+        ValueError: The state holds something else; the message says what and where.
         OSError: The file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
@@ -51,8 +51,8 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a file of `save_state`; tensors are on the CPU.
 
     Raises:
-        FileError: It is damaged, or not such a file.
-        OSError: It cannot be read.
+        FileError: The file is damaged, or not a state.
+        OSError: The file cannot be read.
     """
     with tensorfile.reading(path, _KEY, _REMEDY) as file:
         packed = tensorfile.parse_json(file.text)
@@ -67,12 +67,12 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """The value as JSON has it; its tensors are added to `tensors`."""
+    """Returns the value in JSON's types, and adds its tensors to `tensors`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
         return [_packed(item, tensors, f"{where}[{number}]") for number, item in enumerate(value)]
-    if isinstance(value, tuple):  # torch.Size among them
+    if isinstance(value, tuple):  # such as torch.Size
         return {"tuple": [_packed(item, tensors, f"{where}[{number}]") for number, item in enumerate(value)]}
     if isinstance(value, dict):
         return {
@@ -89,7 +89,7 @@ def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 def _unpacked(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value that was packed; its tensors are taken out of `tensors`, each once."""
+    """Returns the value that was packed, and takes each of its tensors out of `tensors` once."""
     if isinstance(packed, list):
         return [_unpacked(item, tensors) for item in packed]
     if not isinstance(packed, dict):
@@ -119,7 +119,7 @@ def _dict(content: list[Any], tensors: dict[str, Tensor]) -> dict[Any, Any]:
         except TypeError:
             known = True  # not hashable
         if known:
-            raise ValueError("it holds a dict with a key that is there twice or cannot be one")
+            raise ValueError("it holds a dict with a key that is repeated or not hashable")
         result[key] = _unpacked(pair[1], tensors)
     return result
 
@@ -127,7 +127,7 @@ def _dict(content: list[Any], tensors: dict[str, Tensor]) -> dict[Any, Any]:
 def _tensor(content: list[Any], tensors: dict[str, Tensor]) -> Tensor:
     known = len(content) == 2 and all(isinstance(part, str) for part in content)
     if not known or content[0] not in tensors or content[1] not in _FORMATS:
-        raise ValueError("it holds a tensor that is not there, there twice, or in no known memory format")
+        raise ValueError("it refers to a tensor that is missing, used twice, or in an unknown memory format")
     tensor = tensors.pop(content[0])
     if _DIMS.get(content[1], tensor.dim()) != tensor.dim():
         raise ValueError(f"it holds a tensor of {tensor.dim()} dimensions in the format {content[1]}")

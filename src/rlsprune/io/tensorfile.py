@@ -1,6 +1,6 @@
-"""Safetensors files with a JSON text and a checksum in their header: what models and the state of a run are kept in.
+"""Safetensors files with a JSON text and a checksum in their header, for models and the state of a run.
 
-Nothing in such a file can execute code. What it says is checked before memory is taken for it: a bounded header,
+Nothing in such a file can execute code. Its content is checked before memory is allocated for it: a bounded header,
 tensors of known types that lie side by side in the file, names and shapes that the caller compares with its own.
 """
 
@@ -38,9 +38,9 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The types that a file may hold, by their names in it."""
+"""Type that a file may hold → its name in the file."""
 
-MAX_HEADER = 64 * 2**20  # bytes; parsed, it takes a multiple of that
+MAX_HEADER = 64 * 2**20  # bytes; the parsed header takes a multiple of that
 MAX_TENSORS = 100_000  # each takes the reader tens of microseconds and a kilobyte
 _OBJECT = re.compile(rb'\{\s*"')
 _CHECKSUM = "sha256"
@@ -50,10 +50,10 @@ class Entry(Protocol):
     """A tensor in a file, before it is read."""
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """Returns the shape."""
 
     def get_dtype(self) -> str:
-        """The name of its type."""
+        """Returns the name of the type."""
 
 
 class TensorFile:
@@ -67,7 +67,7 @@ class TensorFile:
             raise ValueError("its header differs from what was written: it was damaged or changed")
         self._file = file
         self.checksum: str = header[_CHECKSUM]
-        """Of the text and all tensors; `tensors` compares them with it."""
+        """The checksum of the text and all tensors; `tensors` verifies it."""
         self.text: str = header[key]
         """The JSON text."""
         self.entries: dict[str, Entry] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -77,13 +77,13 @@ class TensorFile:
                 raise ValueError(f"{name[:80]!a} is of the unusual type {entry.get_dtype()}")
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, without verifying the checksum."""
+        """Reads one tensor, without verifying the checksum."""
         with uninterrupted():  # safetensors takes Ctrl-C for damage
             tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, after the checksum was verified."""
+        """Reads all tensors, and verifies the checksum."""
         tensors = {name: self.tensor(name).clone() for name in self.entries}  # clone: off the mapped file
         if digest(self.text, tensors) != self.checksum:
             raise ValueError("its data does not match its checksum: it was damaged or changed")
@@ -95,9 +95,9 @@ def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[st
 
     Args:
         path: The file.
-        key: Under which the text stands in the header.
+        key: Key of the text in the header.
         text: JSON.
-        tensors: Dense ones, on any device; views of one storage are written one by one.
+        tensors: Dense tensors, on any device; views of one storage are written one by one.
 
     Raises:
         ValueError: The text is too long to be read again.
@@ -105,7 +105,7 @@ def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[st
     """
     if len(text) > MAX_HEADER // 2:
         raise ValueError(
-            f"metadata takes {len(text):,} characters, {MAX_HEADER // 2:,} at most: keep it beside the file"
+            f"metadata takes {len(text):,} characters, {MAX_HEADER // 2:,} at most: keep it in a file of its own"
         )
     stored = _separate(tensors)
     header = {"format": "pt", key: text, _CHECKSUM: digest(text, stored)}
@@ -119,10 +119,10 @@ def write(path: str | os.PathLike[str], key: str, text: str, tensors: Mapping[st
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Writes the safetensors format: the header's length, the header as JSON, the tensors one after the other.
 
-    The package's own writer shuffles the metadata, so that no two files of it are equal.
+    The writer of safetensors itself shuffles the metadata, so that no two of its files are equal.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # The widest types first, as the package has it: then every tensor begins at a multiple of its type's size.
+    # The widest types first, as in safetensors: then every tensor begins at a multiple of its type's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     end = 0
     for name in order:
@@ -139,12 +139,12 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, 
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str], key: str, remedy: str) -> Iterator[TensorFile]:
-    """Opens a file of `write`. What is found wrong with it inside the block becomes a `FileError`.
+    """Opens a file of `write`. Problems found inside the block become a `FileError`.
 
     Args:
         path: The file.
-        key: As it was written.
-        remedy: What the user can do.
+        key: Key of the text in the header.
+        remedy: The remedy for the message.
     """
     with opened(path, remedy) as file:
         yield TensorFile(file, key)
@@ -154,11 +154,11 @@ def reading(path: str | os.PathLike[str], key: str, remedy: str) -> Iterator[Ten
 def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
     """Opens any safetensors file whose header is of a sensible size, with ``safetensors.safe_open``.
 
-    What is found wrong with it inside the block becomes a `FileError`.
+    Problems found inside the block become a `FileError`.
 
     Args:
         path: The file.
-        remedy: What the user can do.
+        remedy: The remedy for the message.
     """
     check_name(path)
     status = Path(path).stat()
@@ -191,7 +191,7 @@ def opened(path: str | os.PathLike[str], remedy: str) -> Iterator[Any]:
 
 
 def parse_json(text: str) -> Any:
-    """JSON from a stranger; whatever is wrong with it is a `ValueError`."""
+    """Parses untrusted JSON; every problem is a `ValueError`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -199,7 +199,7 @@ def parse_json(text: str) -> Any:
 
 
 def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the text and over name, type, shape and bytes of every tensor."""
+    """Returns the SHA-256 over the text and over name, type, shape and bytes of every tensor."""
     sha = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
     for name, tensor in sorted(tensors.items()):
         sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -208,12 +208,12 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """What a contiguous tensor on the CPU has in memory."""
+    """Returns the bytes of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, no two in one storage: safetensors refuses those."""
+    """Returns the tensors on the CPU, each in a storage of its own: safetensors refuses shared ones."""
     separate = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():

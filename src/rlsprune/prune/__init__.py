@@ -1,1 +1,1 @@
-"""Choosing channels, removing them, and keeping the training going."""
+"""Choice and removal of channels while training goes on."""

@@ -1,7 +1,7 @@
-"""How an event is allocated over the layers: all layers are ranked together by what cutting each costs the loss.
+"""The allocation of an event over the layers: all layers are ranked together by how much cutting them raises the loss.
 
-Each layer is cut on trial, in steps of its ξ. What the loss gained and what was saved tell the price of every step, and
-the cheapest steps are taken until as much is saved as by the first step of every layer.
+Each layer is cut on trial, in steps of its ξ. The price of a step is the rise of the loss divided by the cost it saves.
+The cheapest steps are taken until they save as much as the first step of every layer would.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from rlsprune.graph import Group, plan_cuts
 from rlsprune.prune.settings import Settings
 
 STEPS = 3
-"""So many times ξ of what is left is taken from a layer on trial: no event takes more."""
+"""Number of times that a trial removes ξ of the remaining units of a layer; no event removes more."""
 
-# Of the loss, for each step: an increase below that is not told from none.
+# The share of the loss, per step, below which an increase is not distinguished from none.
 _LEAST = 1e-3
 _HALVINGS = 20
 
 
 def most_gone(ratio: float, steps: int = STEPS) -> float:
-    """The share of a group that so many steps of ξ of what is left take."""
+    """Returns the share of a group that goes in several steps, each of which removes ξ of what is left."""
     return 1 - (1 - ratio) ** steps
 
 
 Trial = Callable[[Settings, str], Sequence[tuple[int, float]]]
-"""Cuts a group as the settings say, up to `STEPS` times, as long as units may go, and undoes it: the units left and the
-loss after each time."""
+"""A function that cuts a group as the settings say, up to `STEPS` times, as long as units may go, and undoes it. It
+returns the number of units left and the loss after each cut."""
 
 
 class Step(NamedTuple):
-    """How far a group may be cut."""
+    """One possible cut of a group, and its effect on the loss."""
 
     ratio: float
-    """ξ that does it at once."""
+    """The ξ that removes as much in one cut."""
     gone: float
-    """The share of its units that went on trial."""
+    """The share of the group's units that was removed on trial."""
     increase: float
-    """Of the loss."""
+    """The rise of the loss."""
 
 
 def allocate(
     settings: Settings, groups: Sequence[Group], tensors: Mapping[str, float], before: float, trial: Trial
 ) -> Settings:
-    """The settings of an event that saves as much, with ratios chosen so that the loss rises least.
+    """Returns settings whose event saves as much, but with ratios chosen so that the loss rises least.
 
     Args:
-        settings: With the ξ of every group.
-        groups: Of the network.
-        tensors: Name of a parameter → what it costs as it is.
-        before: The loss of the network as it is.
-        trial: Tells what cutting one group does.
+        settings: The settings, with the ξ of every group.
+        groups: The groups of the network.
+        tensors: Name of a parameter → its present cost.
+        before: The present loss of the network.
+        trial: A function that cuts one group on trial.
 
     Raises:
-        ValueError: The loss is not finite before any cut, or after every one.
+        ValueError: The loss is not finite before any cut, or is not finite after the first cut of every group.
     """
     if not math.isfinite(before):
         raise ValueError(
@@ -71,7 +71,7 @@ def allocate(
         ratio = settings.ratio_of(group)
         if not ratio:
             continue
-        # P of the optimizer is thrown away with the trial: sliced is the cheapest.
+        # The optimizer's P is discarded after the trial, and slicing it is cheapest.
         alone = replace(settings.shared_out({group.name: ratio}), inverse="slice")
         for number, (left, loss) in enumerate(trial(alone, group.name), 1):
             increase = max(loss - before, _LEAST * number * abs(before)) if math.isfinite(loss) else math.inf
@@ -81,28 +81,28 @@ def allocate(
     if all(group_steps[0].increase == math.inf for group_steps in steps.values()):
         raise ValueError(
             f"held_out_loss() gave {before:g} before anything was cut, and no number after any cut: let it "
-            "evaluate the model itself, in the shape that it has at that moment"
+            "evaluate the model itself, in its present shape"
         )
     return settings.shared_out(share_out(steps, Costs(tensors, [group for group in groups if group.name in steps])))
 
 
 class Costs:
-    """What a network would cost without a share of each group's units.
+    """The costs of a network without a share of each group's units.
 
     Args:
-        tensors: Name of a parameter → what it costs as it is.
-        groups: Those that can be cut: of two units or more.
+        tensors: Name of a parameter → its present cost.
+        groups: The groups that can be cut, of two units or more each.
     """
 
     def __init__(self, tensors: Mapping[str, float], groups: Sequence[Group]) -> None:
         self._fixed = sum(tensors.values())
         self._cut: dict[str, tuple[float, dict[int, dict[str, float]]]] = {}
-        """Name of a parameter → its cost, and for each of its dimensions the part of it that is each group's."""
+        """Name of a parameter → its cost, and for each of its dimensions the share that belongs to each group."""
         self._of_group: dict[str, list[str]] = {}
         self._levels = {group.name: group.level for group in groups}
         for group in groups:
             cuts = plan_cuts([(group, [0])])
-            # No buffers, and of a shared parameter its first name alone.
+            # Leaves out buffers, and all but the first name of a shared parameter.
             self._of_group[group.name] = [name for name in cuts.tensors if name in tensors]
             for name in self._of_group[group.name]:
                 if name not in self._cut:
@@ -113,18 +113,18 @@ class Costs:
                     self._cut[name][1].setdefault(dim, {})[group.name] = group.size * (size - len(stay)) / size
 
     def without(self, gone: Mapping[str, float]) -> float:
-        """The cost left, by the share of its units that each group loses."""
+        """Returns the cost of the network after each group has lost the given share of its units."""
         total: float = self._fixed + sum(self._cost(name, gone) for name in self._cut)
         return total
 
     def saved(self, gone: Mapping[str, float], group: str, share: float) -> float:
-        """What is saved when one group loses another share than that."""
+        """Returns the cost saved if one group loses this share of its units instead of the one in ``gone``."""
         changed = {**gone, group: share}
         saved: float = sum(self._cost(name, gone) - self._cost(name, changed) for name in self._of_group[group])
         return saved
 
     def savings(self, gone: Mapping[str, float], group: str, shares: Tensor) -> Tensor:
-        """What is saved when one group loses each of these shares instead."""
+        """Returns the cost saved for each of several shares that one group may lose instead of the one in ``gone``."""
         changed = {**gone, group: shares}
         saved = torch.zeros_like(shares)
         for name in self._of_group[group]:
@@ -134,7 +134,7 @@ class Costs:
     def _cost(self, name: str, gone: Mapping[str, Any]) -> Any:
         cost, dims = self._cut[name]
         for parts in dims.values():
-            # Of heads and of the dimensions inside of them, the shares multiply; of neighbours they add up.
+            # Shares of heads and of the dimensions inside them multiply; shares of neighbours add up.
             left: dict[int, Any] = {}
             for group, part in parts.items():
                 level = self._levels[group]
@@ -145,11 +145,13 @@ class Costs:
 
 
 def share_out(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, float]:
-    """The ratio of each group: together they save what the first step of every group would, at the lowest cost.
+    """Returns a ratio for each group that is cut. Together they save what the first step of every group would.
+
+    The steps with the lowest rise of the loss per saved cost are taken first.
 
     Args:
-        steps: Name of a group → how far it may be cut, further and further.
-        costs: Of the network without some of its units.
+        steps: Name of a group → its possible steps, each going further than the one before.
+        costs: The costs of the network without some of its units.
     """
     goal = costs.without({name: ahead[0].gone for name, ahead in steps.items()})
     further = {name: list(ahead) for name, ahead in steps.items()}
@@ -173,7 +175,7 @@ def share_out(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, fl
 
 
 def _just_enough(costs: Costs, gone: Mapping[str, float], name: str, way: Sequence[Step], goal: float) -> Step:
-    """On the way from one step of a group to the next and further, where the network first costs no more than that."""
+    """Returns the smallest cut between successive steps of a group that brings the network's cost down to the goal."""
 
     def enough(share: float) -> bool:
         return costs.without({**gone, name: share}) <= goal

@@ -1,4 +1,4 @@
-"""What a network costs, and the share of it that pruning aims at."""
+"""The costs of a network, and the share of them that pruning aims at."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Budget:
         self._rates, flops = flops_per_weight(measurable(model), example_inputs)
         self.original: dict[str, float] = {"params": parameter_count(model), "flops": flops}
         self.original |= {what: self._cost(what) for what in target if what not in self.original}
-        """What the whole network costs."""
+        """The costs of the whole network."""
 
     def costs(self) -> dict[str, int]:
-        """Parameters and FLOPs, without running the network where its FLOPs are proportional to its weights."""
+        """Returns parameters and FLOPs. Does not run the network if its FLOPs are proportional to its weights."""
         if self._rates is None:
             params, flops = count(measurable(self._model), self._example_inputs)
             return {"params": params, "flops": flops}
@@ -35,18 +35,18 @@ class Budget:
         return any(self._cost(what) <= share * self.original[what] for what, share in self._target.items())
 
     def tensors(self) -> dict[str, float]:
-        """Name of a parameter → its share of all parameters plus its share of all FLOPs.
+        """Returns for each parameter, by name, its share of all parameters plus its share of all FLOPs.
 
-        Where FLOPs are not proportional to weights, its share of the parameters alone.
+        If FLOPs are not proportional to weights, only the share of the parameters counts.
         """
         costs = self.costs()
         params, flops = self.tensors_of("params"), self.tensors_of("flops")
         return {name: params[name] / costs["params"] + flops[name] / max(costs["flops"], 1) for name in params}
 
     def aim(self) -> tuple[dict[str, float], float]:
-        """Name of a parameter → what it costs of the one thing that the target counts, and what may be left of that.
+        """Returns the cost of each parameter in the target's one resource, and how much of the resource may be left.
 
-        Without such a target: as of `tensors`, and nothing.
+        Without exactly one target of parameters or countable FLOPs it returns `tensors` and 0.
         """
         counted = [what for what in self._target if what == "params" or (what == "flops" and self.proportional)]
         if not len(counted) == len(self._target) == 1:
@@ -54,13 +54,13 @@ class Budget:
         return self.tensors_of(counted[0]), self._target[counted[0]] * self.original[counted[0]]
 
     def tensors_of(self, what: str) -> dict[str, float]:
-        """Name of a parameter → the parameters that it is, or the FLOPs that it takes, where they are known."""
+        """Returns for each parameter, by name, its number of entries, or the FLOPs that it takes if they are known."""
         if what == "params":
             return {name: parameter.numel() for name, parameter in self._model.named_parameters()}
         flops = Counter[int]()
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, own in self._flops().items():
-            flops[id(parameters[name])] += own  # of all layers that share it
+            flops[id(parameters[name])] += own  # summed over all layers that share it
         return {name: flops[id(parameter)] for name, parameter in self._model.named_parameters()}
 
     @property
@@ -70,11 +70,11 @@ class Budget:
 
     @property
     def countable(self) -> bool:
-        """Whether there is a target, and it is counted. Measured ones (latency) differ from call to call."""
+        """Whether there is a target, and none of it is measured: latency differs from call to call."""
         return bool(self._target) and "latency" not in self._target
 
     def _flops(self) -> dict[str, int]:
-        """Name of a weight → the FLOPs that it takes."""
+        """Returns the FLOPs that each weight takes, by name."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         names = {join(layer, "weight"): rate for layer, rate in (self._rates or {}).items()}
         return {name: rate * parameters[name].numel() for name, rate in names.items()}

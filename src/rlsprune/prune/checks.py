@@ -1,4 +1,4 @@
-"""What a pruner refuses: arguments of the wrong kind, models that it cannot cut, copies that it cannot follow."""
+"""Checks of a pruner's arguments: their kinds, whether the model can be cut, and whether a copy can be followed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_trained(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_copy(copy: nn.Module, model: nn.Module, *, loses_inputs: bool) -> None:
-    """Raises unless a copy of the model can be kept in its shape: TypeError if it is no module, else ValueError.
+    """Raises unless a copy can be cut along with the model: TypeError if it is no module, else ValueError.
 
     Args:
         copy: The copy, or an ``AveragedModel`` of it.

@@ -1,4 +1,4 @@
-"""What can go from a whole network, and what it costs: one look at the inputs of all its layers."""
+"""The order in which units of a whole network go, and their costs, from one pass over the inputs of all its layers."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from rlsprune.statistics.rows import input_rows
 
 __all__ = ["Eliminations", "find_curves"]
 
-_ROWS_IN_ROWS = 2048  # of a layer with too many inputs for a matrix of them
+_ROWS_IN_ROWS = 2048  # rows kept of a layer with too many inputs for an autocorrelation matrix
 _AVERAGED = 0.25  # 0: errors at the places of an image are one error; 1: they are independent and average out
 
 
 @dataclass
 class _Seen:
-    """What all calls that use one weight have seen: sums over the inputs of all ranks."""
+    """Sums over the inputs that all calls with one weight have seen on all ranks."""
 
     count: float = 0.0
-    """Rows."""
+    """Number of rows."""
     held_count: float = 0.0
-    """Those of them that units are not chosen by, but judged."""
+    """Number of rows held back: units are judged by them, not chosen."""
     square: Tensor | None = None
-    """``XᵀX`` of the others, ``(groups, n, n)``, with a last 1 in the rows where the layer's output can be shifted.
+    """``XᵀX`` of the other rows, ``(groups, n, n)``. The rows end with a 1 where the layer's output can be shifted.
     None for a layer with too many inputs."""
     held_square: Tensor | None = None
-    """The same of those that were held back."""
+    """``XᵀX`` of the held-back rows."""
     total: Tensor | None = None
     """The sum of all rows, ``(groups, n)``."""
     rows: Tensor | None = None
-    """A few of the rows to choose by, ``(m, n)``, of a layer with too many inputs."""
+    """A sample of the rows to choose by, ``(m, n)``, for a layer with too many inputs."""
     held_rows: Tensor | None = None
-    """And of those that were held back."""
+    """A sample of the held-back rows."""
     weights: Tensor | None = None
-    """As a matrix, ``(groups, n, outputs)``, with the shift as last row where there is one."""
+    """The weight as a matrix, ``(groups, n, outputs)``, with the shift as last row where there is one."""
     scale: Tensor | None = None
-    """How much the error of each output counts."""
+    """The weight of each output's error."""
     variance: float = 0.0
     places: float = 0.0
-    """Of all calls for one input of the network, on average: pixels, or tokens that are no padding."""
+    """Places of all calls per input of the network, on average: pixels, or tokens that are not padding."""
 
     @property
     def counts(self) -> float:
-        """How much a share of the variance that is lost counts: later layers average errors over places."""
+        """Returns the weight of a lost share of the variance. Later layers average errors over places."""
         return float(max(self.places, 1.0) ** -_AVERAGED)
 
     def own_share(self) -> float:
-        """What the layer itself adds of the variance that errors are measured by: all of it, or part of a sum."""
+        """Returns the layer's own share of the variance that errors are measured by: 1, or less within a sum."""
         if self.weights is None or self.scale is None or self.total is None:
             return 1.0
         weights = self.weights.to(self.total) * exact(self.scale).to(self.total).view(len(self.weights), 1, -1)
@@ -75,7 +75,7 @@ class _Seen:
         return min(1.0, _variance(self.count, sums, squares) / max(self.variance, torch.finfo(torch.float32).tiny))
 
     def autocorrelation(self) -> Tensor:
-        """``XᵀX/m`` of the rows to choose by, damped."""
+        """Returns ``XᵀX/m`` of the rows to choose by, damped."""
         assert self.square is not None
         result = self.square / max(self.count - self.held_count, 1.0)
         diagonal = result.diagonal(dim1=-2, dim2=-1)
@@ -85,10 +85,10 @@ class _Seen:
 
 @dataclass
 class Eliminations:
-    """What a look at the whole network tells."""
+    """The results of one pass over the whole network."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
-    """Name of a group → how it can be cut."""
+    """Name of a group → the order in which its units go, and the costs."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     """Name of a layer that is called several times → the autocorrelation of its inputs in all calls."""
 
@@ -101,18 +101,18 @@ def find_curves(
     products: Mapping[str, tuple[Tensor, Tensor]],
     on_layer: Callable[[str, int, int], object] = lambda name, done, total: None,
 ) -> Eliminations:
-    """Finds for each group the order in which its units go, and what that costs.
+    """Finds for each group the order in which its units go, and the costs.
 
-    The network runs once, stopped at every layer; the inputs of one layer are held at a time, or of all that read one
-    group.
+    The network runs once and stops at every layer. Only the inputs of one layer are held at a time, or those of all
+    layers that read one group.
 
     Args:
-        whole: In evaluation mode.
-        graph: Its groups.
-        sites: Its layers' calls.
-        batches: Inputs.
+        whole: The network, in evaluation mode.
+        graph: The groups of the network.
+        sites: The calls of the network's layers.
+        batches: The inputs to calibrate on.
         products: Name of a group of dimensions of queries and keys → second moments of both, head by head.
-        on_layer: Told each layer's name, and how many are done of how many.
+        on_layer: Called with each layer's name, the number of layers done, and their total number.
     """
     names = layer_names(whole)
     modules = dict(whole.named_modules())
@@ -123,7 +123,7 @@ def find_curves(
     watched = {key: site for key, site in sites.items() if site.layer in wanted}
     last = {site.layer: number for number, site in enumerate(watched.values(), 1)}
     ready = {group.name: max((last.get(name, 0) for name in waiting[group.name]), default=0) for group in groups}
-    # Ranks take groups in turn, in the order in which their inputs are known, and work when each has one to work on.
+    # Ranks take groups in turn, in the order in which their inputs become known. They start when each rank has one.
     rank, size = batches.reduction.rank, batches.reduction.size
     groups.sort(key=lambda group: ready[group.name])
     rounds = [groups[start : start + size] for start in range(0, len(groups), size)]
@@ -163,7 +163,7 @@ def find_curves(
 
 
 def _home(member: Member, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> str:
-    """The layer that calls are counted under: the first with that weight."""
+    """Returns the name of the layer that calls are counted under: the first one with that weight."""
     return names.get(id(modules[member.name]._parameters.get("weight")), member.name)
 
 
@@ -176,7 +176,7 @@ def _look(
     seed: int,
     lanes: Lanes,
 ) -> None:
-    """Adds what one call of a layer sees on all inputs."""
+    """Adds the inputs and results of one call of a layer, over all batches, to the sums."""
     product = stops[0].product
     shifted = can_shift(product, norms)
     width = product.width + shifted
@@ -184,7 +184,7 @@ def _look(
     scale, _ = affine_of(norms, product.matrix[:, 0].numel(), product.inputs)
     zero = exact(product.inputs.new_zeros(()))
     there = [stop.product.places if (own := stop.places()) is None else len(own) for stop in stops[: lanes.counted]]
-    count, sums = zero.clone(), zero.new_zeros(3, len(scale))  # of results, of their squares, and of 1/σ² of the rows
+    count, sums = zero.clone(), zero.new_zeros(3, len(scale))  # sums of results, their squares, and 1/σ² of the rows
     squares = zero.new_zeros(2, product.groups, width, 0 if wide else width)
     total, held_count = zero.new_zeros(product.groups, width), zero.clone()
     rows: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -213,7 +213,7 @@ def _look(
         squares, total, sums, count, held_count, zero + sum(there)
     )
     if isinstance(layer_norm, nn.LayerNorm):
-        # What errors are after it: some channels of a transformer are a hundred times as large as others before it.
+        # Errors count as after the layer norm: before it, some channels of a transformer are a hundred times as large.
         scale = scale * layer_norm.weight.detach().abs().to(scale) * (sums[2, 0] / count.clamp_min(1)).sqrt().to(scale)
     if wide:
         drawn = [batches.reduction.rows(torch.cat(part, dim=1))[0] for part in rows]
@@ -231,12 +231,12 @@ def _look(
 
 
 def _variance(count: float, sums: Tensor, squares: Tensor) -> float:
-    """The variances of channels, added up, from the sums of their values and of the squares of these."""
+    """Returns the sum of the channels' variances, from the sums of their values and of their squared values."""
     return float((squares - sums.square() / max(count, 1.0)).clamp_min(0).sum()) / max(count - 1, 1.0)
 
 
 def _output_projections(group: Group, groups: Sequence[Group]) -> Sequence[Member]:
-    """The layers that read a group, or the attention that it is a part of: queries and keys have none of their own."""
+    """Returns the layers that read a group, or else its attention: queries and keys have no readers of their own."""
     if group.consumers or group.attention is None:
         return group.consumers
     name = group.attention.name
@@ -244,9 +244,9 @@ def _output_projections(group: Group, groups: Sequence[Group]) -> Sequence[Membe
 
 
 def _score_reader(group: Group, moments: tuple[Tensor, Tensor] | None, reading: Sequence[_Seen | None]) -> UnitReader:
-    """The scores of attention, which read keys with queries as weights, head by head.
+    """Returns the scores of attention as a reader: they read keys with queries as weights, head by head.
 
-    What is lost of their variance is thought to be lost of the attention's output: as much of what reads it.
+    A lost share of the scores' variance counts as the same lost share of the attention's output, as its readers see it.
     """
     share = max((seen.own_share() * seen.counts for seen in reading if seen is not None), default=1.0)
     if moments is None:
@@ -260,7 +260,7 @@ def _score_reader(group: Group, moments: tuple[Tensor, Tensor] | None, reading: 
 
 
 def _reader(member: Member, seen: _Seen | None) -> UnitReader:
-    """A consumer of a group; without its inputs it is known by its weights alone."""
+    """Returns a consumer of a group as a reader. Without its inputs, its weights alone score the units."""
     if seen is None or seen.scale is None or seen.weights is None:
         norms = weight_norms(member, 2)
         return FixedScores(norms / norms.sum().clamp_min(torch.finfo(torch.float64).tiny))

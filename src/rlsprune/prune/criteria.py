@@ -1,8 +1,8 @@
-"""How unimportant each unit of a group is: score vectors in which low values go first.
+"""Scores of the units of a group; units with low scores go first.
 
-A criterion gives one or more score tensors for a group. A vector scores its units; a matrix ``(units, k)`` scores the k
-nodes of each unit (of a channel that is flattened into a fully-connected layer), and then a unit goes if any of its
-nodes is chosen. Which units are chosen is up to `rlsprune.prune.select`.
+A criterion returns one or more score tensors for a group. A vector scores its units. A matrix ``(units, k)`` scores the
+k nodes of each unit (of a channel that is flattened into a fully-connected layer); a unit then goes if any of its nodes
+is chosen. `rlsprune.prune.select` chooses the units.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rlsprune.statistics.rows import has_rows, input_count, input_rows, weight_m
 
 Criterion = Callable[[Group], Sequence[Tensor]]
 InverseOf = Callable[[str], list[Inverse]]
-"""From the name of a layer to the P of each of its groups."""
+"""A function that returns the P of each group of a layer, given the layer's name."""
 
 
 def rls(group: Group, inverse_of: InverseOf) -> list[Tensor]:
-    """The paper's two scores, Eqs. (26) and (27): row sums of P (large goes) and L1 norms of W (small goes)."""
+    """Returns the paper's two scores, Eqs. (26) and (27): row sums of P (large goes) and L1 norms of W (small goes)."""
     from_inverse = _mean([_row_sums(member, inverse_of).sum(1) for member in _readers(group)])
     return [-score for score in from_inverse] + l1_of_producers(group)
 
 
 def rls_paper(group: Group, inverse_of: InverseOf) -> list[Tensor]:
-    """Scores as `rls`, but behind a flatten node by node, to the letter of the paper's section 3.2."""
+    """Scores like `rls`, but node by node behind a flatten, exactly as in section 3.2 of the paper."""
     readers = _readers(group)
     if len(readers) != 1 or not isinstance(readers[0].module, nn.Linear) or readers[0].index.shape[1] == 1:
         return rls(group, inverse_of)
@@ -41,21 +41,21 @@ def rls_paper(group: Group, inverse_of: InverseOf) -> list[Tensor]:
 
 
 def obs(group: Group, inverse_of: InverseOf) -> list[Tensor]:
-    """Optimal brain surgeon: how much the layer's output changes, ``tr(W_dᵀ P_dd⁻¹ W_d)``, after the best refit.
+    """Scores as optimal brain surgeon: the change of the layer's output after the best refit, ``tr(W_dᵀ P_dd⁻¹ W_d)``.
 
-    Summed over all consumers, each scaled to a mean of 1. A consumer whose inputs are not rows of a matrix (a
-    transposed convolution) is scored by its weights alone, and so are queries and keys, which read each other.
+    The scores are averaged over all consumers, each scaled to a mean of 1. Weights alone score a consumer whose inputs
+    are not rows of a matrix (a transposed convolution), and also queries and keys, which read each other.
     """
     return _mean([*(_surgeon(member, inverse_of) for member in group.consumers), *map(product_norms, group.products)])
 
 
 def l1(group: Group) -> list[Tensor]:
-    """L1 norm of the weights that make a unit; for input features, of the weights that read them."""
+    """Returns the L1 norm of the weights that make each unit, or for input features of the weights that read them."""
     return l1_of_producers(group) or _mean([weight_norms(member, 1) for member in group.consumers])
 
 
 def l1_of_producers(group: Group) -> list[Tensor]:
-    """Eq. (27), with the scale of the batch norm behind each producer folded in; nothing for input features."""
+    """Computes Eq. (27) with the scale of the batch norm behind each producer folded in; nothing for input features."""
     scores = []
     for member, norm in zip(group.producers, _following_norms(group), strict=True):
         score = weight_norms(member, 1)
@@ -66,7 +66,7 @@ def l1_of_producers(group: Group) -> list[Tensor]:
 
 
 def criterion(kind: str | Criterion, inverse_of: InverseOf) -> Criterion:
-    """A criterion by name, or the user's own."""
+    """Returns a criterion by its name, or the user's own function unchanged."""
     if callable(kind):
         return kind
     if kind == "l1":
@@ -81,12 +81,12 @@ NAMES = (*BY_INVERSE, "l1")
 
 
 def _readers(group: Group) -> list[Member]:
-    """The consumers whose P is known: their inputs are rows of a matrix."""
+    """Returns the consumers whose inputs are rows of a matrix, so that they have a P."""
     return [member for member in group.consumers if has_rows(member.module)]
 
 
 def _row_sums(member: Member, inverse_of: InverseOf) -> Tensor:
-    """Eq. (26) for every channel of every unit, ``(units, k)``: row sums of P over the rows of the channel."""
+    """Computes Eq. (26) for every channel of every unit, ``(units, k)``: row sums of P over the channel's rows."""
     rows = input_rows(member.module, member.index)
     sums = torch.stack([P.row_sums(input_count(member.module)) for P in inverse_of(member.name)])  # (groups, n)
     parts = [own[index.to(own.device)] for own, index in zip(sums, rows, strict=True)]
@@ -108,12 +108,12 @@ def _surgeon(member: Member, inverse_of: InverseOf) -> Tensor:
 
 
 def weight_norms(member: Member, power: int) -> Tensor:
-    """Sum of ``|w|^power`` over the weights of each unit, in float64 on the CPU."""
+    """Returns the sum of ``|w|^power`` over the weights of each unit, in float64 on the CPU."""
     return _channel_norms(member, power).sum(1)
 
 
 def _channel_norms(member: Member, power: int) -> Tensor:
-    """Norms of the weights of each channel of each unit."""
+    """Returns the sum of ``|w|^power`` over the weights of each channel of each unit."""
     axis = axis_of(member.module, member.side)
     if isinstance(member.module, nn.RNNBase) or is_experts(member.module):
         return _repeated_norms(member.module, axis, power)[member.index]
@@ -130,7 +130,7 @@ def _channel_norms(member: Member, power: int) -> Tensor:
 
 
 def _repeated_norms(layer: nn.Module, axis: ModuleAxis, power: int) -> Tensor:
-    """Norms of the weights that make each state of a recurrent layer or width of experts, or that read each."""
+    """Returns the sums for each channel of a recurrent layer or of experts, over the weights that make or read it."""
     norms = torch.zeros(axis.size, dtype=torch.float64)
     for slab in axis.slabs:
         makes = slab.dim == 0 or "hidden_size" not in axis.attributes
@@ -143,12 +143,12 @@ def _repeated_norms(layer: nn.Module, axis: ModuleAxis, power: int) -> Tensor:
 
 
 def product_norms(product: tuple[Member, Member]) -> Tensor:
-    """How much of the scores of attention each dimension makes up, by the weights of queries and keys alone."""
+    """Returns the part of each dimension in the scores of attention, by the weights of queries and keys alone."""
     return (_channel_norms(product[0], 2) * _channel_norms(product[1], 2)).sum(1)
 
 
 def _scales(member: Member) -> Tensor:
-    """``|γ|`` of each unit. Not ``|γ|/σ``: σ grows with the very weights whose norm it would divide."""
+    """Returns ``|γ|`` of each unit. Not ``|γ|/σ``, as σ grows with the very weights whose norm it would divide."""
     norm = member.module
     assert isinstance(norm, _BatchNorm)
     scale = torch.ones(norm.num_features) if norm.weight is None else whole(norm.weight.detach()).abs().cpu()
@@ -162,7 +162,7 @@ def _following_norms(group: Group) -> list[Member | None]:
 
 
 def _mean(scores: list[Tensor]) -> list[Tensor]:
-    """The mean of several score vectors, each divided by its mean absolute value; none of none."""
+    """Returns the mean of several score vectors, each divided by its mean absolute value; fewer than two unchanged."""
     if len(scores) < 2:
         return scores
     tiny = torch.finfo(torch.float64).tiny

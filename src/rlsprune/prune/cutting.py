@@ -1,6 +1,6 @@
 """Removes channels from a network, layer after layer: those that scores choose, or those that a plan names.
 
-Nothing here is undone on errors; `rlsprune.prune.operation` sees to that.
+This module undoes nothing on errors; `rlsprune.prune.operation` does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["cut_by_scores", "cut_planned"]
 def cut_by_scores(
     network: LiveNetwork, settings: Settings, inverses: KnownInverses, multiple: int
 ) -> dict[str, list[int]]:
-    """Prunes layers 1…L, each scored after the one before was pruned (Algorithm 1).
+    """Prunes layers 1…L, each scored after the previous one was pruned (Algorithm 1).
 
     Args:
-        network: What is cut.
-        settings: What to choose and how to remove it.
-        inverses: P of each group of a layer, for scores and compensation; smaller after it.
-        multiple: What the number of units that stay is a multiple of, where that costs nothing.
+        network: The network to cut.
+        settings: The settings of the event.
+        inverses: P of each group of a layer, for scores and compensation; it is cut, too.
+        multiple: The free multiple: layers keep a multiple of this many units unless the settings ask for another.
 
     Returns:
         Name of a group → the units that went, numbered as before the event.
@@ -60,13 +60,13 @@ def cut_by_scores(
 def cut_planned(
     network: LiveNetwork, planned: Mapping[str, list[int]], settings: Settings, inverses: KnownInverses
 ) -> dict[str, list[int]]:
-    """Prunes units that are chosen already; arguments and result as of `cut_by_scores`.
+    """Prunes units that are chosen already, and returns them.
 
     Args:
-        network: What is cut.
+        network: The network to cut.
         planned: Name of a group → its units that go.
-        settings: How to remove them.
-        inverses: Smaller after it. Layers that read the network's input are not forgotten.
+        settings: The settings of the event.
+        inverses: P of each group of a layer; it is cut, too. P of layers that read the network's input is kept.
     """
     graph = network.graph
     read_inputs = {member.name for group in graph if group.is_input for member in group.consumers}
@@ -80,7 +80,7 @@ def cut_planned(
 
 
 def _remove(network: LiveNetwork, group: Group, units: list[int], settings: Settings, inverses: KnownInverses) -> None:
-    """Takes units out: refits the layers that read them, and cuts weights, P and the optimizer's state."""
+    """Removes units: refits the layers that read them, and cuts weights, P and the optimizer's state."""
     removals = inverses.remove(group, units, ask=settings.compensate)
     for model in network.models:
         if settings.compensate:
@@ -96,6 +96,6 @@ def _remove(network: LiveNetwork, group: Group, units: list[int], settings: Sett
 
 
 def _last_readers(graph: ChannelGraph) -> dict[str, set[str]]:
-    """Name of a group, in order → the layers that read it and none of the groups after it."""
+    """Returns for each group, by name and in order, the layers that read it and none of the groups after it."""
     readers = {group.name: {member.name for member in group.consumers} for group in graph}
     return {name: readers.pop(name).difference(*readers.values()) for name in list(readers)}

@@ -1,4 +1,4 @@
-"""In which order the units of a group go, one after the other, and what each further one costs."""
+"""The order in which the units of a group go, one after the other, and the cost of each further one."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from rlsprune.statistics.inverse import Inverse, cholesky_positive
 
 __all__ = ["Curve", "FixedScores", "Reader", "ReaderInRows", "UnitReader", "eliminate"]
 
-_AT_ONCE = 64  # of so many units one goes at a time, of twice as many two
+_AT_ONCE = 64  # one unit in so many goes at a time
 _ROUNDS_IN_ROWS = 8
 
 
 class Curve(NamedTuple):
-    """How one group can be cut."""
+    """The order in which the units of one group go, and the costs."""
 
     order: list[int]
-    """Units, the first to go first; the last one stays."""
+    """The units, first to go first; the last one stays."""
     costs: list[float]
-    """For each number of units that are gone, none first: the error of the layers that read them, after the best refit,
-    as a share of the variance of their outputs, less of it where an input of the network has many places there; on
-    inputs that the refit did not see, where there are enough."""
+    """For each number of removed units, from 0: the error of the layers that read them after the best refit. It is a
+    share of the variance of their outputs, and counts less in layers where an input of the network has many places. It
+    is measured on inputs that the refit did not see, if there are enough."""
 
 
 class UnitReader(Protocol):
     """A layer that reads the units of a group."""
 
     error: float
-    """What all that is gone costs the layer so far, after its refit."""
+    """The error of the layer without all units removed so far, after its refit."""
 
     @property
     def least_step(self) -> float:
-        """The share of the units that go between two looks at the scores, at least."""
+        """Returns the least share of the remaining units to remove before scores are taken again."""
 
     def scores(self) -> Tensor:
-        """What removing each unit costs now, on the CPU."""
+        """Returns the cost of removing each unit now, on the CPU."""
 
     def remove(self, units: Tensor) -> None:
-        """These units are gone, and the layer is refitted."""
+        """Removes these units, and refits the layer."""
 
 
 class Reader:
-    """A layer with few enough inputs for a matrix of them: optimal brain surgeon, by unit.
+    """A layer with few enough inputs for an autocorrelation matrix: optimal brain surgeon, by unit.
 
-    With fewer inputs of the network than a layer has, channels seem to stand in for each other although they do not.
-    So units are chosen and refitted by A, and the error is that on other inputs.
+    With fewer samples than the layer has inputs, channels seem to replace each other although they do not.
+    So A chooses the units and refits, and the error is measured on other inputs.
 
     Args:
-        autocorrelation: A of its inputs, damped, for each group of a grouped convolution: ``(groups, n, n)``.
-        weights: ``(groups, n, outputs)``, the outputs scaled as their errors count.
-        rows: Which inputs are each unit's: ``(groups, units, k)``.
+        autocorrelation: A of the layer's inputs, damped, for each group of a grouped convolution: ``(groups, n, n)``.
+        weights: The weights, ``(groups, n, outputs)``, with outputs scaled by the weight of their errors.
+        rows: The indices of each unit's inputs: ``(groups, units, k)``.
         held_back: The autocorrelation of other inputs, not damped; None to measure the error by A.
     """
 
@@ -63,20 +63,20 @@ class Reader:
     def __init__(self, autocorrelation: Tensor, weights: Tensor, rows: Tensor, held_back: Tensor | None = None) -> None:
         self._rows = rows.to(autocorrelation.device)
         factor = cholesky_positive(autocorrelation)
-        del autocorrelation  # the largest matrices that there are
+        del autocorrelation  # one of the largest matrices in memory
         self._P = torch.cholesky_inverse(factor)
         del factor
         weights = weights.to(self._P)
-        if weights.shape[2] > weights.shape[1]:  # all that counts of them is W Wᵀ
+        if weights.shape[2] > weights.shape[1]:  # only W Wᵀ matters
             weights = torch.linalg.qr(weights.mT, mode="r").R.mT
         self._W = weights.clone()
         self._B = held_back
-        self._B_lost = torch.zeros_like(self._W)  # B times what the weights have lost
+        self._B_lost = torch.zeros_like(self._W)  # B times all that was subtracted from the weights
         self._left = torch.ones(self._P.shape[:2], dtype=torch.bool, device=self._P.device)
         self.error = 0.0
 
     def scores(self) -> Tensor:
-        """``tr(P_dd⁻¹ W_d W_dᵀ)`` of each unit d; meaningless for those that are gone."""
+        """Returns ``tr(P_dd⁻¹ W_d W_dᵀ)`` of each unit d; the values of removed units mean nothing."""
         total = torch.zeros(self._rows.shape[1], dtype=self._P.dtype, device=self._P.device)
         for P, W, rows in zip(self._P, self._W, self._rows, strict=True):
             blocks, own = P[rows[:, :, None], rows[:, None, :]], W[rows]
@@ -86,7 +86,7 @@ class Reader:
         return total.cpu()
 
     def remove(self, units: Tensor) -> None:
-        """``W −= P_·d P_dd⁻¹ W_d``, and P becomes that of the inputs that stay."""
+        """Refits with ``W −= P_·d P_dd⁻¹ W_d``, and turns P into that of the inputs that stay."""
         for number, (P, W, rows, left) in enumerate(zip(self._P, self._W, self._rows, self._left, strict=True)):
             gone = rows[units.to(rows.device)].flatten()
             columns, own = P[:, gone], W[gone]
@@ -104,16 +104,16 @@ class Reader:
             P.addmm_(gain, columns.mT, alpha=-1)
             P[gone] = 0
             P[:, gone] = 0
-            # A unit that is gone has a block that can be solved with, so that scores need not leave it out.
+            # The block of a removed unit stays invertible, so that scores need not leave it out.
             P[gone, gone] = 1
             left[gone] = False
         if 2 * int(self._left[0].sum()) < self._P.shape[1]:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops what is gone from the matrices."""
+        """Drops the rows and columns of removed units from the matrices."""
         stay = [left.nonzero().flatten() for left in self._left]
-        place = self._left.cumsum(1) - 1  # of a unit that is gone: any
+        place = self._left.cumsum(1) - 1  # arbitrary for removed units
         self._rows = torch.stack([own[rows] for own, rows in zip(place.clamp_min(0), self._rows, strict=True)])
         self._P = torch.stack([sub_matrix(own, which) for own, which in zip(self._P, stay, strict=True)])
         if self._B is not None:
@@ -126,13 +126,13 @@ class Reader:
 
 
 class ReaderInRows:
-    """A layer with too many inputs for that: P is never made, a share of the units goes at a time.
+    """A layer with too many inputs for that matrix: P is never formed, and a share of the units goes at a time.
 
     Args:
-        P: Of its inputs, from fewer rows than inputs.
-        weights: ``(n, outputs)``, scaled.
-        index: Which inputs are each unit's: ``(units, k)``.
-        held_back: Other rows, ``(m, n)``, that the error is measured on.
+        P: P of the layer's inputs, from fewer rows than inputs.
+        weights: The weights, ``(n, outputs)``, scaled as in `Reader`.
+        index: The indices of each unit's inputs: ``(units, k)``.
+        held_back: Other rows, ``(m, n)``, on which the error is measured.
     """
 
     least_step = 1 / _ROUNDS_IN_ROWS
@@ -144,7 +144,7 @@ class ReaderInRows:
         self.error = 0.0
 
     def scores(self) -> Tensor:
-        """As of `Reader`."""
+        """See `Reader`."""
         blocks = self._P.blocks(self._index)
         own = self._W.to(blocks)[self._index]
         scores = torch.zeros(int(self._left.max()) + 1, dtype=torch.float64)
@@ -152,7 +152,7 @@ class ReaderInRows:
         return scores
 
     def remove(self, units: Tensor) -> None:
-        """As of `Reader`."""
+        """See `Reader`."""
         going = torch.isin(self._left, units)
         removal = self._P.without(self._index[going].flatten())
         place = torch.full((self._P.size,), -1).index_put((removal.stay,), torch.arange(len(removal.stay)))
@@ -164,10 +164,10 @@ class ReaderInRows:
 
 
 class FixedScores:
-    """A layer that cannot be refitted: what a unit costs does not depend on the others.
+    """A layer that cannot be refitted: the cost of a unit does not depend on the others.
 
     Args:
-        scores: Of each unit.
+        scores: The cost of each unit.
     """
 
     least_step = 0.0
@@ -177,22 +177,22 @@ class FixedScores:
         self.error = 0.0
 
     def scores(self) -> Tensor:
-        """As they were given."""
+        """Returns the scores as they were given."""
         return self._scores
 
     def remove(self, units: Tensor) -> None:
-        """Nothing is refitted."""
+        """Adds the units' costs to the error, and refits nothing."""
         self.error += float(self._scores[units].sum())
 
 
 def eliminate(readers: Sequence[UnitReader], size: int, name: str = "the group") -> Curve:
     """Removes the unit that costs its readers least, again and again, until one is left.
 
-    Of two channels that stand in for each other, each costs little as long as the other is there: so scores are taken
-    anew after each removal. Of many units several go at a time.
+    Two channels that can replace each other each cost little while both are there, so scores are taken anew after each
+    removal. If there are many units, several go at a time.
 
     Raises:
-        ValueError: The costs are no numbers, as weights or inputs of a reader are not finite.
+        ValueError: The scores are not finite, because weights or inputs of a reader are not finite.
     """
     alive = torch.ones(size, dtype=torch.bool)
     order: list[int] = []
@@ -214,7 +214,7 @@ def eliminate(readers: Sequence[UnitReader], size: int, name: str = "the group")
         for reader in readers:
             reader.remove(worst)
         alive[worst] = False
-        # What they cost together is known; of each of them it is thought to be as its score says.
+        # Their cost together is known; it is shared out among them by their scores.
         shares = scores[worst].clamp_min(torch.finfo(torch.float64).tiny).cumsum(0)
         added = max(sum(reader.error for reader in readers) - costs[-1], 0.0)
         costs += (costs[-1] + added * shares / shares[-1]).tolist()

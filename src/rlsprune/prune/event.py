@@ -1,4 +1,4 @@
-"""What one pruning event did."""
+"""The record of one pruning event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Refit = Literal["whole", "layers"]
 
 
 class LayerChange(NamedTuple):
-    """How many output channels a layer had and has, an attention heads, or the network input features."""
+    """Sizes before and after: a layer's output channels, an attention's heads, or the network's input features."""
 
     name: str
     before: int
@@ -19,12 +19,12 @@ class LayerChange(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """What a network costs, and the sizes of its layers, at one moment."""
+    """The costs of a network and the sizes of its layers at one moment."""
 
     params: int
     flops: int
     sizes: Mapping[str, int]
-    """Name of a layer → its output channels; of input features, heads and dimensions inside them, how many are left."""
+    """Name of a layer → its output channels; also the numbers of input features, heads and dimensions inside them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PruneEvent:
     """
 
     epoch: int
-    """How many times ``pruner.step`` had been called."""
+    """Number of calls of ``pruner.step`` up to the event."""
     loss: float | None
     """The loss that opened the gate; None for an event by hand."""
     params_before: int
@@ -58,8 +58,8 @@ class PruneEvent:
     """Name of a group (its first layer, or ``input``) → its units that went, numbered as before the event."""
     kind: Kind = "prune"
     refit: Refit | None = None
-    """``"whole"``: what is left was refitted to the outputs of the network before; ``"layers"``: each layer that lost
-    inputs to its own outputs; None: not at all."""
+    """``"whole"``: the smaller network was refitted to the outputs of the one before. ``"layers"``: each layer that
+    lost inputs was refitted to its own outputs. None: nothing was refitted."""
 
     @classmethod
     def between(
@@ -72,7 +72,7 @@ class PruneEvent:
         removed: dict[str, list[int]],
         refit: Refit | None = None,
     ) -> PruneEvent:
-        """The event that made one network out of another."""
+        """Returns the event that turned one network into another."""
         return cls(
             epoch=epoch,
             loss=loss,
@@ -87,12 +87,12 @@ class PruneEvent:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The event as plain containers, for JSON and checkpoints."""
+        """Returns the event as plain containers, for JSON and checkpoints."""
         return asdict(self) | {"layers": [list(change) for change in self.layers]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PruneEvent:
-        """The inverse of `to_dict`."""
+        """Returns the event that `to_dict` has turned into plain containers."""
         return cls(**{**values, "layers": tuple(LayerChange(*change) for change in values["layers"])})
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What an event is decided by: the P of every layer's inputs, and the inputs that the network has just seen."""
+"""The evidence that decides an event: P of every layer's inputs, and the inputs that the network has just seen."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ __all__ = ["Evidence"]
 
 
 class Evidence:
-    """Watches a network in training by hooks, as far as its settings need that.
+    """Statistics gathered from a network in training by hooks, as far as the settings need them.
 
     Args:
-        network: What is watched.
-        example_inputs: What it is called with.
-        settings: Of its events.
+        network: The network to watch.
+        example_inputs: Inputs of the network.
+        settings: The settings of the events.
     """
 
     def __init__(self, network: LiveNetwork, example_inputs: ExampleInputs, settings: Settings) -> None:
         self._network, self._example_inputs, self._settings = network, example_inputs, settings
         sampled = settings.needs_inverse and settings.statistics == "exact"
         self.sample = InputStatistics(network.model, ranks=network.ranks) if sampled else None
-        """Of the inputs of each layer; None if P is not needed, or the optimizer's own counts."""
+        """Statistics of the inputs of each layer; None if P is not needed, or if the optimizer's own P is used."""
         alone = network.ranks is None and not network.divided
         refitted = settings.compensate and alone and has_batch_norms(network.model)
         self.recent = RecentInputs(network.model, self.sample.watches) if self.sample and refitted else None
-        """Of the network; None where events are made layer by layer."""
+        """The network's most recent inputs; None if events are made layer by layer."""
 
     def inverses(self, name: str) -> list[Inverse]:
-        """P of each group of a layer: of the sampled inputs, or the optimizer's own."""
+        """Returns P of each group of a layer: that of the sampled inputs, or the optimizer's own."""
         if self.sample is not None:
             return self.sample.inverses(name)
         optimizer = self._network.optimizer
@@ -54,14 +54,14 @@ class Evidence:
         return inverses_of(form)
 
     def original(self, choosing: bool) -> Original | None:
-        """The network as it is, to refit to and perhaps to choose by; None where events are made layer by layer.
+        """Returns the network before the event, to refit to and perhaps to choose by; None for events layer by layer.
 
         Args:
-            choosing: Whether it is to say what goes.
+            choosing: Whether the network also chooses the units that go.
 
         Raises:
             ValueError: No inputs were kept, or the network cannot be copied, does not run on a part of a batch, calls
-                other layers for other inputs, or its numbers are not finite.
+                different layers for different inputs, or has numbers that are not finite.
         """
         if self.recent is None:
             return None
@@ -69,7 +69,7 @@ class Evidence:
         return original if not choosing or original.curves else None
 
     def calibrate(self, batches: Iterable[Any]) -> None:
-        """Samples the inputs that given batches make."""
+        """Samples the layers' inputs while the network runs on given batches."""
         if self.sample is None:
             reason = "statistics='training'" if self._settings.needs_inverse else "no P is needed for its settings"
             raise ValueError(
@@ -82,7 +82,7 @@ class Evidence:
             raise ValueError("calibrate() got no batch: give it some batches of inputs")
 
     def restart(self, seed: int, active: bool) -> None:
-        """Forgets what was seen, and starts or stops sampling training forwards, which makes every step dearer."""
+        """Forgets the gathered inputs. Starts or stops sampling training forwards, which makes every step slower."""
         if self.sample is not None:
             self.sample.clear(seed)
             self.sample.active = active

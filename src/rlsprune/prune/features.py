@@ -1,10 +1,10 @@
-"""Removes input features one after another: always the one that held-out rows miss least.
+"""Removes input features one after another: always the one whose removal raises the held-out loss least.
 
-A feature goes as a pruned channel does: the layer that reads it is refitted, so that the features that stay stand in
-for it as well as least squares lets them. What is lost is its residual, r = (Z P)_d / P_dd, where Z are the inputs with
+A feature is removed like a channel: the layer that reads it is refitted by least squares, so that the remaining
+features replace it as well as they can. The lost part is its residual, r = (Z P)_d / P_dd, where Z are the inputs with
 a column of ones and P is their inverse autocorrelation. So the layer's output without feature d is known without any
-refit: y − r·W_d. The held-out loss of that says what the feature is worth. Noise scores about zero, however large the
-weights are that over-fit it; of two features that say the same, each scores low as long as the other is there.
+refit: y − r·W_d. The held-out loss of that output scores the feature. Noise scores about zero, however large the
+weights that over-fit it; of two features with the same information, each scores low as long as the other is there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Elimination", "Fold", "inverse_autocorrelation", "removal_losses"]
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) → the loss of each row."""
 
-_DAMPING = 1e-3  # of the mean diagonal
-_ENTRIES = 2**22  # of hidden values that are worked on at a time
+_DAMPING = 1e-3  # share of the mean diagonal
+_ENTRIES = 2**22  # hidden values processed at a time
 
 
 def inverse_autocorrelation(inputs: Tensor) -> Tensor:
-    """P of rows with a column of ones last, slightly damped, in float64."""
+    """Returns P of the rows with a last column of ones, slightly damped, in float64."""
     rows = F.pad(exact(inputs), (0, 1), value=1.0)
     A = rows.mT @ rows / len(rows)
     A.diagonal().add_(_DAMPING * A.diagonal().mean())
@@ -39,14 +39,14 @@ def inverse_autocorrelation(inputs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def removal_losses(model: nn.Sequential, P: Tensor, inputs: Tensor, targets: Tensor, loss: RowLoss) -> Tensor:
-    """The mean loss without each feature, in float64.
+    """Returns the mean loss without each feature, in float64.
 
     Args:
-        model: Its first layer is an `nn.Linear` with a bias that reads the features.
-        P: Of the features that the network was trained on, and of a column of ones.
+        model: A network whose first layer is an `nn.Linear` with a bias that reads the features.
+        P: P of the rows that the network was trained on, with a column of ones.
         inputs: Held-out rows.
-        targets: Of these rows.
-        loss: Of each row.
+        targets: Targets of these rows.
+        loss: A function that returns the loss of each row.
     """
     layer, rest = model[0], model[1:]
     assert isinstance(layer, nn.Linear)
@@ -66,7 +66,7 @@ def removal_losses(model: nn.Sequential, P: Tensor, inputs: Tensor, targets: Ten
 
 @dataclass
 class Fold:
-    """A network, the rows that it is trained on, and those that it is judged by."""
+    """A network, its training rows, and its held-out rows."""
 
     network: nn.Sequential
     train: Tensor
@@ -74,13 +74,13 @@ class Fold:
 
 
 class Elimination:
-    """Takes features from several networks alike, each time the one that their held-out rows miss least.
+    """Removal of the same features from several networks, each time the one that raises their held-out loss least.
 
     Args:
         folds: The networks, trained on all features.
         inputs: All rows.
-        targets: Of all rows.
-        loss: Of each row.
+        targets: Targets of all rows.
+        loss: A function that returns the loss of each row.
     """
 
     def __init__(self, folds: Sequence[Fold], inputs: Tensor, targets: Tensor, loss: RowLoss) -> None:
@@ -88,15 +88,15 @@ class Elimination:
         self.left = list(range(inputs.shape[1]))
         """The features that are left, ascending."""
         self.gone: list[int] = []
-        """Those that went, the first first."""
+        """The removed features, first removed first."""
 
     def rows(self, which: Tensor) -> tuple[Tensor, Tensor]:
-        """The features that are left, and the targets, of some rows."""
+        """Returns the features that are left and the targets of some rows."""
         return self._inputs[which][:, self.left], self._targets[which]
 
     @torch.no_grad()
     def held_out(self) -> tuple[float, float]:
-        """The mean loss of the rows of all folds, and the standard error of that mean."""
+        """Returns the mean loss over the held-out rows of all folds, and the standard error of that mean."""
         losses = []
         for fold in self._folds:
             inputs, targets = self.rows(fold.held_out)
@@ -107,7 +107,7 @@ class Elimination:
 
     @torch.no_grad()
     def take(self, count: int) -> None:
-        """Takes the features that are missed least, one by one, and refits the networks each time."""
+        """Removes features one by one, always the one that raises the held-out loss least, and refits the networks."""
         inverses = [inverse_autocorrelation(self.rows(fold.train)[0]) for fold in self._folds]
         for _ in range(min(count, len(self.left) - 1)):
             losses = exact(torch.zeros(len(self.left), device=self._inputs.device))
@@ -120,7 +120,7 @@ class Elimination:
 
 
 def _without(model: nn.Sequential, P: Tensor, feature: int) -> Tensor:
-    """Takes a feature from a network's first layer, refits what stays, and gives the P that is left."""
+    """Removes a feature from a network's first layer, refits the rest, and returns the P that is left."""
     layer = model[0]
     assert isinstance(layer, nn.Linear)
     removal = DenseInverse(P).without(torch.tensor([feature]))

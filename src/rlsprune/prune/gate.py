@@ -1,4 +1,4 @@
-"""When to prune: Algorithm 1's gate, and when to give up waiting behind it."""
+"""Algorithm 1's gate, which decides when to prune, and the patience that ends the waiting for it to open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsprune.model.arguments import check_argument, is_count
 
 
 class Decision(Enum):
-    """What an epoch's loss calls for."""
+    """The action that an epoch's loss calls for."""
 
     TRAIN = "train on"
     PRUNE = "prune"
@@ -20,10 +20,10 @@ class Decision(Enum):
 
 @dataclass
 class Gate:
-    """Opens after ``warmup_epochs``, when the loss is below the least loss at any prune, up to a tolerance.
+    """A gate that opens after ``warmup_epochs`` if the loss is below the least loss at any prune, up to a tolerance.
 
-    Without a tolerance that is the one at the last prune, as in Algorithm 1; with one, the loss cannot drift away in
-    many small steps.
+    Without a tolerance the least loss is that at the last prune, as in Algorithm 1. With one, comparing with the least
+    loss keeps the loss from drifting away in many small steps.
     """
 
     warmup_epochs: int  # q
@@ -31,9 +31,9 @@ class Gate:
     tolerance: float = 0.0
     epoch: int = 0
     loss: float = math.inf
-    """The least at any prune so far; ∞ before the first."""
+    """The least loss at any prune so far; ∞ before the first."""
     waited: int = 0
-    """Epochs since the last prune that did not recover."""
+    """Number of epochs without recovery since the last prune."""
     recovered: bool = True
     """Whether the loss has been below the gate since the last prune."""
 
@@ -47,11 +47,11 @@ class Gate:
 
     @property
     def level(self) -> float:
-        """What the loss has to get below."""
+        """Returns the value that the loss must fall below."""
         return (1 + math.copysign(self.tolerance, self.loss)) * self.loss
 
     def step(self, loss: float) -> Decision:
-        """Counts an epoch."""
+        """Counts an epoch, and decides by its loss what to do."""
         self.epoch += 1
         if self.epoch <= self.warmup_epochs:
             return Decision.TRAIN
@@ -64,14 +64,14 @@ class Gate:
         return Decision.TRAIN
 
     def pruned(self, loss: float, changed: bool) -> None:
-        """Moves the gate to the loss at this prune, if that is lower; if the network changed, it has to recover."""
+        """Lowers the gate to the loss at this prune, if that is less. A changed network then has to recover."""
         self.loss, self.waited, self.recovered = min(self.loss, loss), 0, not changed
 
     def state_dict(self) -> dict[str, Any]:
-        """The gate as plain values."""
+        """Returns the gate as plain values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where another gate stood. Keeps its own settings."""
+        """Continues from the state of another gate. Keeps its own settings."""
         for name in ("epoch", "loss", "waited", "recovered"):
             setattr(self, name, state[name])

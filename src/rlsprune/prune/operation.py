@@ -1,8 +1,8 @@
 """One prune event, from the first score to the smaller tensors: choose, compensate and cut, layer after layer.
 
-Read from the top: `Operation.run` makes an event, all or nothing; `_cut_within_limits` keeps it from going past the
-target and from harm; `_allocated` finds out what each layer can spare, if a held-out loss is there to ask. `cutting`
-has Algorithm 1's loop over the layers.
+Read from the top: `Operation.run` makes an event, all or nothing. `_cut_within_limits` keeps it from overshooting the
+target and from raising the held-out loss too far. `_allocated` measures how much each layer can lose, if there is a
+held-out loss. `cutting` has Algorithm 1's loop over the layers.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from rlsprune.prune.snapshot import Snapshot
 from rlsprune.prune.surgery import LiveNetwork
 
 HeldOutLoss = Callable[[], float]
-"""Gives the loss of the network as it is on held-out data."""
+"""A function that returns the present loss of the network on held-out data."""
 
-# How often the ratios of an event are halved towards the target, or towards what the held-out loss can bear.
+# Steps of the bisection that finds the ratios at which the target is just met, or the held-out loss just acceptable.
 _HALVINGS = 5
-# An event may raise the held-out loss by this share of it. The share of wrong answers rises about as much.
+# An event may raise the held-out loss by this share of it. The error rate rises by about the same share.
 _MOST_INCREASE = 0.25
 
 
 class Operation:
-    """Makes events on one network. When to make one is the pruner's business.
+    """Makes events on one network. The pruner decides when.
 
     Args:
-        network: What is cut.
-        example_inputs: What the network is called with.
-        settings: What an event chooses, and how it removes that.
+        network: The network to cut.
+        example_inputs: Inputs of the network.
+        settings: The settings of the events.
     """
 
     def __init__(self, network: LiveNetwork, example_inputs: ExampleInputs, settings: Settings) -> None:
@@ -59,7 +59,7 @@ class Operation:
         self.budget = Budget(network.model, example_inputs, settings.cost_target)
         self._closed = False
         self.not_whole: str | None = None
-        """Why the last event was refitted layer by layer, if others of this network are refitted as a whole."""
+        """The reason why the last event was refitted layer by layer, if other events of this network are not."""
         self.evidence = Evidence(network, example_inputs, settings)  # last: an error before it leaves no hook behind
 
     # --- one event ----------------------------------------------------------------------------------------------------
@@ -67,13 +67,13 @@ class Operation:
     def run(
         self, epoch: int, loss: float | None, held_out_loss: HeldOutLoss | None, *, preview: bool = False
     ) -> PruneEvent | None:
-        """Makes an event; an error, or Ctrl-C until its last check has passed, leaves everything as it was.
+        """Makes an event. An error, or Ctrl-C before the last check has passed, leaves everything as it was.
 
         Args:
-            epoch: Its number.
-            loss: What opened the gate; None by hand.
-            held_out_loss: With it, how much each layer loses depends on what that costs.
-            preview: Undo it at the end.
+            epoch: The number of the epoch.
+            loss: The loss that opened the gate; None for an event by hand.
+            held_out_loss: The held-out loss by which the event is allocated over the layers; None to do without.
+            preview: Whether to undo the event at the end.
 
         Returns:
             The event; None if no unit may go.
@@ -93,7 +93,7 @@ class Operation:
                     self._check_that_it_runs()
                 after = self.measures()
                 stop_if_interrupted()
-                self.network.agree("what is left after the event", after.params)  # or all ranks undo it
+                self.network.agree("what is left after the event", after.params)  # if they disagree, all ranks undo it
                 if preview:
                     undo()
         finally:
@@ -103,7 +103,7 @@ class Operation:
         return PruneEvent.between(before, after, epoch, loss, "preview" if preview else "prune", removed, refit)
 
     def roll_back(self, snapshots: Iterable[Snapshot], epoch: int, loss: float | None) -> PruneEvent:
-        """Puts back what snapshots hold, all of it or nothing."""
+        """Restores snapshots, all or nothing, and returns the event."""
         before = self.measures()
         try:
             with outside_autocast(self.network.model), self.network.undone_on_error():
@@ -117,15 +117,15 @@ class Operation:
     def _cut_within_limits(
         self, held_out_loss: HeldOutLoss | None, undo: Callable[[], None]
     ) -> tuple[dict[str, list[int]], Refit | None]:
-        """Cuts, with the ratios lowered to where the target is just reached, and to what the held-out loss can bear.
+        """Cuts, with ratios lowered until the target is just reached and the held-out loss does not rise too far.
 
         Returns:
-            What went, and how the rest was refitted.
+            The removed units, and how the rest was refitted.
         """
         aims = self.budget.countable and not self.budget.reached()
         source = self.evidence.inverses
         if aims or held_out_loss is not None:
-            source = cache(source)  # trials begin with the same network
+            source = cache(source)  # all trials start from the same network
         settings, most = self.settings, math.inf
         if held_out_loss is not None:
             before = self._loss(held_out_loss)
@@ -156,21 +156,21 @@ class Operation:
         refit = self._refit(original, removed)
         if removed and does_harm():
             harmless, least = _boundary(lambda tried: bool(attempt(tried)) and does_harm(), share)
-            # If even the smallest cut that was tried does harm, that one it is: pruning would not go on without.
+            # If even the smallest tried cut does harm, it is made all the same, as pruning could not go on otherwise.
             removed = (attempt(harmless) if harmless else {}) or attempt(least)
             refit = self._refit(original, removed)
         return removed, refit
 
     def _original(self, choosing: bool) -> Original | None:
-        """The network before the event, where it can be had."""
+        """Returns the network before the event, or None if events are made layer by layer or it cannot be used."""
         try:
             return self.evidence.original(choosing)
-        except (ValueError, FloatingPointError) as error:  # what is not finite is told again, layer by layer
+        except (ValueError, FloatingPointError) as error:  # the event layer by layer reports what is not finite
             self.not_whole = str(error)
             return None
 
     def _refit(self, original: Original | None, removed: Mapping[str, Sequence[int]]) -> Refit | None:
-        """Refits the cut network as a whole, if it can be. Says how it is refitted now."""
+        """Refits the cut network as a whole if possible. Returns how it is refitted now."""
         if not self.settings.compensate:
             return None
         if original is not None and removed:
@@ -185,27 +185,27 @@ class Operation:
         return cut_by_scores(self.network, settings, inverses, self._free_multiple)
 
     def _loss(self, held_out_loss: HeldOutLoss) -> float:
-        """Asks for the loss of the network as it is, and leaves no trace: no gradients, and no statistics."""
+        """Returns the present held-out loss of the network. Leaves no gradients and no statistics behind."""
         network = self.network
         forget_compiled_code()
         with evaluating(network.model, *network.copies), interruptible():
             return network.mean(one_number("what held_out_loss gave", held_out_loss()))
 
     def _inputs_alone(self, settings: Settings) -> Settings:
-        """The settings of an event that removes input features only: the rest of the network is small enough."""
+        """Returns the settings of an event that removes input features only."""
         ratios = {group.name: settings.ratio_of(group) for group in self.network.graph if group.is_input}
         return settings.shared_out({name: ratio for name, ratio in ratios.items() if ratio})
 
     def _allocated(
         self, source: InverseOf, held_out_loss: HeldOutLoss, before: float, undo: Callable[[], None]
     ) -> Settings:
-        """The settings of an event, with the ratios that cutting each layer on trial suggests."""
+        """Returns the settings of an event, with ratios found by cutting each layer on trial."""
         network = self.network
 
         def trial(settings: Settings, name: str) -> list[tuple[int, float]]:
             inverses = KnownInverses(source, keep=True)
             results: list[tuple[int, float]] = []
-            with contextlib.suppress(FloatingPointError):  # there is no going further then
+            with contextlib.suppress(FloatingPointError):  # the trial of this layer ends there
                 while len(results) < STEPS and self._cut(settings, inverses):
                     results.append((network.graph[name].size, self._loss(held_out_loss)))
             undo()
@@ -214,7 +214,7 @@ class Operation:
         return allocate(self.settings, network.graph.groups, self.budget.tensors(), before, trial)
 
     def _check_that_it_runs(self) -> None:
-        """Raises before anything is final if the cut network cannot be called any more."""
+        """Raises if the cut network does not run any more, before anything is final."""
         try:
             run_once(self.network.model, self._example_inputs)
         except Exception as error:
@@ -231,16 +231,16 @@ class Operation:
     # --- what the network costs ---------------------------------------------------------------------------------------
 
     def measures(self) -> Measures:
-        """Costs and sizes of the network as it is."""
+        """Returns the present costs and sizes of the network."""
         costs = self.budget.costs()
         return Measures(costs["params"], costs["flops"], self.network.sizes())
 
     def target_reached(self) -> bool:
-        """Whether a target is reached. Rank 0 decides, as every rank measures another latency."""
+        """Whether a target is reached. Rank 0 decides, because every rank measures a different latency."""
         return self.network.first(self.reached())
 
     def reached(self) -> bool:
-        """Whether a cost is as low as the target asks for, and the inputs are as few."""
+        """Whether a cost is as low and the inputs are as few as the target asks for."""
         settings = self.settings
         few = all(group.size <= settings.least_inputs(group) for group in self.network.graph if group.is_input)
         if "inputs" not in settings.target:

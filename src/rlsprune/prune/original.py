@@ -1,7 +1,7 @@
-"""The network as it is before an event: what can go from it, and what the smaller one is refitted to.
+"""The network before an event, by which units are chosen and to which the smaller one is refitted.
 
-Events of networks with batch norms are made as `rlsprune.shrink` cuts: the inputs that the network has just seen tell
-what a channel is worth, and what every layer is refitted to.
+Events of networks with batch norms work like the cuts of `rlsprune.shrink`: the inputs that the network has just seen
+score the channels, and are those that every layer is refitted on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Original", "has_batch_norms"]
 
 
 def has_batch_norms(model: nn.Module) -> bool:
-    """Whether events look at the network as a whole."""
+    """Whether the model has batch norms with running statistics, so that events refit it as a whole."""
     return any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in model.modules())
 
 
@@ -41,8 +41,8 @@ class Original:
     """A network and its copies as they are before an event.
 
     Args:
-        network: Not cut yet.
-        batches: What it was called with.
+        network: The network, not cut yet.
+        batches: The inputs that it was called with.
 
     Raises:
         ValueError: The network cannot be copied.
@@ -58,10 +58,10 @@ class Original:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """Name of a group → which of its units go first, and what that costs.
+        """Returns for each group, by name, the order in which its units go, and the costs.
 
         Raises:
-            ValueError: The network calls other layers for other inputs, or its numbers are not finite.
+            ValueError: The network calls different layers for different inputs, or has numbers that are not finite.
         """
         whole = self._wholes[0]
         with forked_random_state(whole), evaluating(whole):
@@ -72,16 +72,17 @@ class Original:
     def plan(
         self, settings: Settings, tensors: Mapping[str, float], enough: float, multiple: int
     ) -> dict[str, list[int]]:
-        """The units that go, so that as much is saved as by ξ of every group, where that costs least.
+        """Returns the units that go. They save as much as ξ of every group would, with the least error.
 
         Args:
-            settings: With the ξ of every group.
-            tensors: Name of a parameter → what it costs.
-            enough: What the network may cost in the end: no less than that is left.
-            multiple: What the number of units that stay is a multiple of. Where nothing could go, half of it is.
+            settings: The settings, with the ξ of every group.
+            tensors: Name of a parameter → its cost.
+            enough: Cost that meets the target; the plan aims at no lower one.
+            multiple: The number of units that stay is a multiple of this. Unless ``round_to`` is set, it is halved
+                until something can go.
 
         Returns:
-            Name of a group → its units, without features of the input.
+            Name of a group → its units that go, without features of the input.
         """
         groups = [group for group in self._graph if group.size > 1 and not group.is_input and settings.ratio_of(group)]
         costs = Costs(tensors, groups)
@@ -94,7 +95,7 @@ class Original:
         return {name: sorted(curves[name].order[:count]) for name, count in gone.items() if count}
 
     def refit(self, removed: Mapping[str, Sequence[int]]) -> None:
-        """Refits what is left after a cut, layer by layer, and its batch norms.
+        """Refits the network after a cut, layer by layer, and its batch norms.
 
         A copy that does not run on these inputs stays as it is.
 
@@ -102,8 +103,8 @@ class Original:
             removed: Name of a group → its units that went, numbered as before the event.
 
         Raises:
-            ValueError: The network does not run on these inputs, or calls other layers for other inputs. It is as after
-                the cut then.
+            ValueError: The network does not run on these inputs, or calls different layers for different inputs. It is
+                then left as it was after the cut.
         """
         kept = plan_cuts([(self._graph[name], units) for name, units in removed.items()]).outputs
         network = self._network
@@ -125,6 +126,6 @@ def _share(group: Group, settings: Settings) -> float:
 
 
 def _bounded(curve: Curve, group: Group, settings: Settings) -> Curve:
-    """The curve, on which no more may go than an event ever takes from a group."""
+    """Returns the curve with infinite costs beyond the largest number of units that an event removes from a group."""
     most = int(most_gone(settings.ratio_of(group)) * group.size)
     return curve._replace(costs=[cost if gone <= most else math.inf for gone, cost in enumerate(curve.costs)])

@@ -87,21 +87,21 @@ class Pruner:
             example_inputs: Inputs of the network: a tensor, a tuple of arguments or a dict of them.
             ratio: ξ in (0, 1), the share of a layer's channels considered at each event; or a mapping from layer names
                 (``"input"`` for the input features) to ratios, which prunes only the named layers. In a network with
-                batch norms an event saves as much, but where that costs least.
+                batch norms an event saves as much in total, but removes channels where that costs least.
             input_ratio: The same for flat input features; None for ξ/2. Image channels are never pruned.
             warmup_epochs: q, the calls of `step` that never prune.
             criterion: ``"obs"`` (least error after the refit), ``"rls"`` (the paper's scores), ``"rls-paper"`` (the
-                same, but a channel goes if any of its nodes behind a flatten is chosen), ``"l1"``, or a callable from a
-                `rlsprune.Group` to score vectors, low goes first.
-            compensate: Refit the layers that read removed channels; in a network with batch norms, all layers behind
-                them, to the network before the event.
-            inverse: What happens to the optimizer's P of layers that lose inputs: ``"schur"`` (it becomes that of the
+                same, but a channel goes if any of its nodes behind a flatten is chosen), ``"l1"``, or a callable that
+                takes a `rlsprune.Group` and returns score vectors (low scores go first).
+            compensate: Whether to refit the layers that read removed channels, or in a network with batch norms all
+                layers behind them, to the network before the event.
+            inverse: Treatment of the optimizer's P of layers that lose inputs: ``"schur"`` (it becomes that of the
                 remaining inputs), ``"slice"`` (it loses their rows and columns, as in the paper) or ``"reset"`` (it
                 starts again at p0·I, so that the layer learns as fast as at first).
-            statistics: Which P scores and refits use: ``"exact"`` (of the inputs themselves, sampled while training) or
-                ``"training"`` (the optimizer's own, RLS only, layer by layer in every network).
+            statistics: The P that scores and refits use: ``"exact"`` (P of the inputs themselves, sampled while
+                training) or ``"training"`` (the optimizer's own, RLS only, layer by layer in every network).
             ignore: Names of layers that keep all their channels.
-            min_channels: How many channels every layer keeps at least.
+            min_channels: Least number of channels that every layer keeps.
             round_to: Layers that lose channels keep a multiple of this many. None: 1, or with a target of latency the
                 multiple that is measured to cost no time, and less where that lets nothing go.
             target: Pruning stops at this fraction of the original: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
@@ -109,13 +109,14 @@ class Pruner:
                 five flat input features (a float: that fraction of them) and prunes nothing else; together with one of
                 the others, pruning ends when both are reached.
             tolerance: A loss up to this share above the lowest loss at any prune so far counts as recovered.
-            patience: Epochs without recovery until the last prune is rolled back and pruning ends; None for never.
+            patience: Number of epochs without recovery after which the last prune is rolled back and pruning ends;
+                None to wait forever.
             on_prune: Called with the event after each prune and each roll-back.
             held_out_loss: A function without arguments that returns the model's loss on held-out data. With it an
-                event saves as many parameters and FLOPs as ``ratio`` of every layer would, but removes the channels
-                that raise this loss least: it cuts each layer on trial. An event that would raise the loss by more
-                than a quarter becomes smaller. Every event and preview calls it up to three times for each layer, and
-                up to seven times more, with the model in evaluation mode and without gradients.
+                event cuts each layer on trial, and then saves as many parameters and FLOPs as ``ratio`` of every layer
+                would, but where that raises this loss least. An event that would raise the loss by more than a quarter
+                becomes smaller. Every event and preview calls it up to three times for each layer, and up to seven
+                times more, with the model in evaluation mode and without gradients.
         """
         check_kinds(model, optimizer)
         check_callable("on_prune", on_prune)
@@ -138,7 +139,7 @@ class Pruner:
         )
         self._on_prune = on_prune
         self.held_out_loss = held_out_loss
-        """Gives the loss that tells what each layer can spare, or None; it may be set at any time."""
+        """The function that returns the held-out loss, or None; it may be set at any time."""
         operation = None
         try:
             with uninterrupted():
@@ -156,13 +157,15 @@ class Pruner:
     def as_in_paper(
         cls, model: nn.Module, optimizer: Optimizer, example_inputs: ExampleInputs, **changes: Any
     ) -> Pruner:
-        """Algorithm 1 to the letter: the paper's scores, no compensation, P sliced, 40 % considered after 30 epochs.
+        """Makes a pruner that follows Algorithm 1 exactly.
+
+        It uses the paper's scores, no compensation and P sliced, and considers 40 % of the channels, after 30 epochs.
 
         Args:
-            model: As of `Pruner`.
-            optimizer: `rlsprune.RLS` with ``rank=None``, whose own P scores.
-            example_inputs: As of `Pruner`.
-            **changes: Settings of `Pruner` that differ.
+            model: The network, as for `Pruner`.
+            optimizer: An `rlsprune.RLS` with ``rank=None``, whose own P gives the scores.
+            example_inputs: Inputs of the network, as for `Pruner`.
+            **changes: Settings of `Pruner` that differ from Algorithm 1.
 
         Raises:
             ValueError: The optimizer is not RLS with P whole.
@@ -200,7 +203,7 @@ class Pruner:
 
         Args:
             loss: The loss to compare with those at earlier prunes; the caller chooses which one. On several ranks,
-                each passes the loss of its share, and the mean counts.
+                each passes the loss on its share of the data, and the mean counts.
         """
         loss = self._network.mean(one_number("loss", loss))
         state, event = self._state.copy(), None
@@ -226,9 +229,10 @@ class Pruner:
         return event if prunes else None
 
     def prune(self) -> PruneEvent | None:
-        """Prunes now, at any loss. Returns the event, or None (with a warning) if it chooses nothing.
+        """Prunes now, at any loss. Returns the event, or None (with a warning) if no channel may go.
 
-        No exact statistics are gathered between the first call of `step` and the end of the warm-up: `calibrate` first.
+        Between the first call of `step` and the end of the warm-up no exact statistics are gathered: call `calibrate`
+        first.
         """
         with uninterrupted():
             event = self._prune(self._state.copy(), None)
@@ -250,7 +254,7 @@ class Pruner:
         self._operation.evidence.calibrate(batches)
 
     def stop(self) -> None:
-        """Ends pruning: no more events from now on. Later steps still record whether the network has recovered."""
+        """Ends pruning. Later steps make no events, but still record whether the network has recovered."""
         self._state.done = True
         self._restart_statistics()
 
@@ -274,8 +278,8 @@ class Pruner:
         """Cuts a copy of the model, such as a moving average, together with the model from now on.
 
         Raises:
-            ValueError: It is no copy of the model, or would average the indices of the kept input features as
-                if they were numbers.
+            ValueError: The module is no copy of the model, or would average the indices of the kept input features as
+                if they were values.
             RuntimeError: The model has been pruned, and could be rolled back to a shape that this copy never had.
         """
         if self._state.recovered is not None:
@@ -288,7 +292,7 @@ class Pruner:
 
     @property
     def history(self) -> list[PruneEvent]:
-        """Every event so far, roll-backs included."""
+        """Returns every event so far, roll-backs included."""
         return self._state.history
 
     @property
@@ -315,41 +319,41 @@ class Pruner:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The channels that can be pruned, as they are now."""
+        """Returns the groups of channels that can be pruned, as they are now."""
         return self._network.graph.groups
 
     @property
     def gate_level(self) -> float:
-        """The loss must fall below this for the next prune; ∞ before the first."""
+        """Returns the value that the loss must fall below for the next prune; ∞ before the first."""
         return self._state.gate.level
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The modules that cannot be pruned, and why."""
+        """Returns the modules that cannot be pruned, with the reasons."""
         return self._network.graph.skipped
 
     @property
     def kept_inputs(self) -> Tensor | dict[str, Tensor | None] | None:
-        """Indices of the original input features that the network still uses; None if it uses them all.
+        """Returns the indices of the original input features that the network still uses; None if it uses them all.
 
-        By name, if the network has several inputs whose features can be pruned.
+        If several inputs of the network have features that can be pruned, the result is a dict by name.
         """
         left = inputs_left(self.groups)
         return left if len(left) > 1 else next(iter(left.values()), None)
 
     @property
     def input_ranking(self) -> Tensor | dict[str, Tensor]:
-        """1 for input features that the network still uses, 2 for those removed last, and so on to the first.
+        """Ranks the input features: 1 if the network still uses them, 2 if they were removed last, and so on.
 
         Features that were removed before the pruner was made come last.
 
-        By name, if the network has several inputs whose features can be pruned.
+        If several inputs of the network have features that can be pruned, the result is a dict by name.
         """
         ranks = ranked_inputs(self.groups, self._state.first_inputs, self.history)
         return ranks if len(ranks) > 1 else next(iter(ranks.values()))
 
     def strip_inputs(self) -> nn.Module:
-        """A copy of the model that takes only the kept input features."""
+        """Returns a copy of the model that takes only the kept input features."""
         return strip_inputs(self.model)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -357,7 +361,7 @@ class Pruner:
         modelfile.save(self.model, path, metadata={"history": [event.to_dict() for event in self.history]})
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model and the optimizer, as plain containers and tensors."""
+        """Returns everything but the model and the optimizer, as plain containers and tensors."""
         return self._state.state_dict() | {"original": dict(self._operation.budget.original)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -365,7 +369,7 @@ class Pruner:
 
         Raises:
             ValueError: The state is not that of a pruner, or belongs to another network or other copies of it. Nothing
-                has changed then.
+                changes then.
         """
         with readable_state("Pruner"), self._network.traced_again():
             loaded, original = self._state.loaded(state, self._network), {**state["original"]}
@@ -376,7 +380,7 @@ class Pruner:
     # --- one event ----------------------------------------------------------------------------------------------------
 
     def _prune(self, state: PruningState, loss: float | None) -> PruneEvent | None:
-        """Makes an event, if any channel may go, and commits it with the state after this epoch."""
+        """Makes an event if any channel may go, and commits it with the state after this epoch."""
         kept = self._network.snapshots() if state.gate.patience is not None and loss is not None else None
         event = self._operation.run(state.gate.epoch, loss, self.held_out_loss)
         if loss is not None:
@@ -387,7 +391,7 @@ class Pruner:
         return event
 
     def _roll_back(self, state: PruningState, loss: float | None) -> PruneEvent | None:
-        """Undoes the prunes since the network had last recovered, if there are any, and ends pruning."""
+        """Undoes the prunes since the network last recovered, if there are any, and ends pruning."""
         event = None
         if state.recovered is not None:
             event = self._operation.roll_back(state.recovered, state.gate.epoch, loss)
@@ -397,19 +401,19 @@ class Pruner:
         return event
 
     def _commit(self, state: PruningState, event: PruneEvent | None = None) -> None:
-        """Puts a new state in place. Called where Ctrl-C is held back, so that all of it happens."""
+        """Puts a new state in place. Is called while Ctrl-C is held back, so that it happens completely."""
         self._state = state
         if event is not None:
             self.history.append(event)
             forget_compiled_code()
-        self._restart_statistics()  # the rows sampled so far are of other layers
+        self._restart_statistics()  # the rows sampled so far belong to the layers before the event
 
     def _tell(self, event: PruneEvent | None) -> None:
         if event is not None and self._on_prune is not None:
             self._on_prune(event)
 
     def _warn(self, event: PruneEvent | None) -> None:
-        """Warns if there was nothing to prune, or if the event cost more accuracy than it would have to."""
+        """Warns if there was nothing to prune, or if the event cost more accuracy than necessary."""
         reason = self._operation.not_whole
         if event is None:
             warnings.warn(
@@ -435,7 +439,7 @@ class Pruner:
         return f"no channel of any layer may go at ratio={self._operation.settings.ratio}, or pruning was stopped first"
 
     def _restart_statistics(self) -> None:
-        """Gathers statistics for the next epoch if it may end with a prune; before the first `step` any moment may."""
+        """Gathers statistics for the next epoch if it can end with a prune. Before the first `step` it always can."""
         epoch = self._state.gate.epoch
         self._operation.evidence.restart(
             epoch, active=not self.done and (epoch == 0 or epoch >= self._state.gate.warmup_epochs)

@@ -1,4 +1,4 @@
-"""Input features: which are left, and in which order the others went."""
+"""The input features that are left, and the order in which the others went."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ __all__ = ["inputs_left", "ranked_inputs"]
 
 
 def inputs_left(groups: Iterable[Group]) -> dict[str, Tensor | None]:
-    """Name of each group of input features → the indices of those that are left, None if that is all of them."""
+    """Returns for each group of input features, by name, the indices of those that are left; None if all are."""
     return {group.name: kept_inputs(group.consumers[0].module) for group in groups if group.is_input}
 
 
 def ranked_inputs(
     groups: Iterable[Group], first: Mapping[str, Sequence[int]], history: Sequence[PruneEvent]
 ) -> dict[str, Tensor]:
-    """Name of each group of input features → their ranks: 1 if they are left, 2 if they went last, and so on.
+    """Ranks the features of each group of input features: 1 if they are left, 2 if they went last, and so on.
 
     Args:
-        groups: All channels that can go.
-        first: Of groups that had lost features before the first event: those that were left. The others rank last.
+        groups: All groups of channels that can go.
+        first: Name of a group that had lost features before the first event → the features that were left. The others
+            rank last.
         history: Events, roll-backs included.
 
     Raises:
@@ -43,13 +44,13 @@ def ranked_inputs(
 
 
 def _ranks(name: str, width: int, first: Sequence[int], history: Sequence[PruneEvent]) -> Tensor:
-    """1 for the features that are left, 2 for those that went last, and so on: as ``ranking_`` of scikit-learn's RFE.
+    """Ranks features like ``ranking_`` of scikit-learn's RFE: 1 if they are left, 2 if they went last, and so on.
 
     Args:
-        name: Of the group of input features.
-        width: How many the network takes.
-        first: Those that it used before the first event, ascending. The others went earlier, and rank last.
-        history: Events, roll-backs included. Features that one event took share a rank.
+        name: Name of the group of input features.
+        width: Number of features that the network takes.
+        first: Features that the network used before the first event, ascending. The others rank last.
+        history: Events, roll-backs included. Features that one event removed share a rank.
     """
     left, gone = list(first), list[list[int]]()
     for event in history:

@@ -1,4 +1,4 @@
-"""When a layer loses inputs: refits its weights and cuts its P."""
+"""The refit of a layer that loses inputs, and the cut of its P."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class KnownInverses:
     """P of each layer during one event: computed once, then cut with every group that is removed.
 
     Args:
-        source: From the name of a layer to the P of its inputs before the event.
-        keep: Whether layers are asked for again when all groups that they read are done.
+        source: A function that returns the P of a layer's inputs before the event, given the layer's name.
+        keep: Whether to keep the P of layers whose groups are all done, because it will be needed again.
     """
 
     def __init__(self, source: InverseOf, *, keep: bool = False) -> None:
@@ -37,7 +37,7 @@ class KnownInverses:
         self._removals: dict[str, list[Removal[Inverse]]] = {}
 
     def __call__(self, name: str) -> list[Inverse]:
-        """P of each group of a layer, for the inputs that it still has."""
+        """Returns P of each group of a layer, for the inputs that it still has."""
         if name in self._removals:
             self._known[name] = [removal.left() for removal in self._removals.pop(name)]
         if name not in self._known:
@@ -45,7 +45,7 @@ class KnownInverses:
         return self._known[name]
 
     def forget(self, name: str) -> None:
-        """All groups that this layer reads are done."""
+        """Drops the P of a layer when all groups that it reads are done, unless P is to be kept."""
         if not self._keep:
             self._known.pop(name, None)
             self._removals.pop(name, None)
@@ -54,12 +54,12 @@ class KnownInverses:
         """Cuts the known P before these units are removed.
 
         Args:
-            group: Whose units.
-            units: Which of them.
-            ask: Whether to ask for the P of every layer that reads them, or only of those that are known already.
+            group: The group of the units.
+            units: The units that go.
+            ask: Whether to compute the P of every layer that reads them, and not only cut those that are known.
 
         Returns:
-            Name of a layer → what that means for each of its groups.
+            Name of a layer → the removal of the inputs from the P of each of its groups.
         """
         found = {}
         for member in group.consumers:
@@ -71,17 +71,18 @@ class KnownInverses:
 
 
 def compensate(model: nn.Module, group: Group, removals: Mapping[str, list[Removal[Inverse]]]) -> None:
-    """``W_k ← W_k − P_kd P_dd⁻¹ W_d`` on every consumer, bias included; the weights of what goes are left as they are.
+    """Refits every consumer by ``W_k ← W_k − P_kd P_dd⁻¹ W_d``, bias included. Leaves the weights of units that go.
 
-    The least-squares refit of the layer's output on the inputs that stay. In new tensors: the old ones are intact.
+    It is the least-squares refit of the layer's output on the inputs that stay. It makes new tensors and leaves the old
+    ones intact.
 
     Args:
         model: The network, or a copy of it with the same names.
-        group: Whose units go.
-        removals: What that means for each group of the layers that read them.
+        group: The group whose units go.
+        removals: Name of a layer that reads them → the removal of the inputs from the P of each of its groups.
     """
-    # A weight that also makes the units (tied to an embedding, say) cannot be refitted for reading them alone; one that
-    # several layers read them with is refitted once, for the inputs of all.
+    # A weight that also makes the units (tied to an embedding, say) cannot be refitted only for reading them. A weight
+    # that several layers read them with is refitted once, for the inputs of all of them.
     done = {id(member.module._parameters.get("weight")) for member in group.producers}
     for member in group.consumers:
         if not has_rows(member.module) or id(member.module.weight) in done:
@@ -93,7 +94,7 @@ def compensate(model: nn.Module, group: Group, removals: Mapping[str, list[Remov
 
 
 def refit_layer(layer: Layer, removals: Sequence[Removal[Inverse]]) -> None:
-    """``W_k ← W_k − P_kd P_dd⁻¹ W_d`` on one layer, bias included, for each of its groups; in new tensors."""
+    """Refits one layer by ``W_k ← W_k − P_kd P_dd⁻¹ W_d``, bias included, for each of its groups, in new tensors."""
     pairs = zip(weight_matrix(layer), removals, strict=True)
     refitted = [W.index_copy(0, one.stay.to(W.device), one.refit(W)) for W, one in pairs]
     weight, bias = split_matrix(layer, refitted[0].unsqueeze(0) if len(refitted) == 1 else torch.stack(refitted))
@@ -109,11 +110,11 @@ def cut_inverses(
 
     Args:
         model: The network, not cut yet.
-        optimizer: Any optimizer; those without P are left alone.
+        optimizer: The optimizer, which keeps its state as it is if it has no P.
         cuts: The plan.
         how: ``"schur"``: the inverse autocorrelation of the inputs that stay. ``"slice"``: their rows and columns of P.
             ``"reset"``: p0·I, as before the first step.
-        removals: By layer, what is known already of this very P when these inputs go.
+        removals: Name of a layer → removals of these inputs from this P that are already computed.
     """
     done: set[int] = set()
     for name, dims in cuts.tensors.items():
@@ -143,7 +144,7 @@ def cut_inverses(
 
 
 def _without(form: Form, gone: Tensor, how: str, known: Sequence[Removal[Inverse]]) -> dict[str, Any]:
-    """What is kept of P when inputs ``(groups, m)`` go."""
+    """Returns the optimizer's entry of P without the inputs ``(groups, m)``."""
     if how == "slice":
         return form.sliced(gone)
     if isinstance(form, Factored):

@@ -1,4 +1,4 @@
-"""Which multiple of channels layers should keep where time counts: measured."""
+"""Measures the multiple of channels that layers should keep if time counts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rlsprune.prune.surgery import apply_cuts
 __all__ = ["free_multiple"]
 
 _MULTIPLES = (16, 8, 4)
-_SHARE = 0.3  # of every layer, cut on trial
+_SHARE = 0.3  # share of every layer that is cut on trial
 
 
 def free_multiple(model: nn.Module, example_inputs: ExampleInputs, groups: Iterable[Group]) -> int:
-    """The largest multiple of channels that costs no time, although more of them stay than without it.
+    """Finds the largest multiple of channels that costs no time, although it keeps more channels than without rounding.
 
     Kernels work on blocks of channels: a layer of 48 may be faster than one of 45. Networks without three tenths of
-    every layer are timed in turns, one with odd widths, the others with the next multiple above.
+    every layer are timed in turns, one with odd widths, the others rounded up to a multiple.
 
     Args:
         model: The network. Copies of it are cut.
-        example_inputs: What it is called with.
-        groups: Its channels that may go.
+        example_inputs: Inputs of the network.
+        groups: The groups of channels that may go.
     """
     hidden = [group for group in groups if not group.is_input]
 
@@ -45,6 +45,6 @@ def free_multiple(model: nn.Module, example_inputs: ExampleInputs, groups: Itera
 
 
 def _going(size: int) -> int:
-    """About the share, and an odd number stays: no multiple of anything."""
+    """Returns about the share of a size, such that an odd number stays, which is no multiple of a power of two."""
     gone = cut_size(_SHARE, size)
     return gone + (size - gone + 1) % 2

@@ -1,4 +1,4 @@
-"""From scores to the units that go: Eq. (30), with its edges settled."""
+"""The choice of the units that go, from their scores: Eq. (30), with its edge cases defined."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rlsprune.graph import Group
 from rlsprune.model.arguments import check_iterable, shown
 from rlsprune.prune.settings import Settings
 
-# Up to this share of a layer goes at once, more in so many rounds. More rounds did not leave more accuracy.
+# Up to this share of a layer goes at once, a larger one in several rounds. More rounds did not leave more accuracy.
 _AT_ONCE, _ROUNDS = 0.2, 4
 
 
 def cut_size(ratio: float, count: int) -> int:
-    """⌊ratio · count⌋, with the product guarded: 0.3 · 10 is 3."""
+    """Returns ⌊ratio · count⌋, guarded against rounding errors: 0.3 · 10 is 3."""
     return math.floor(ratio * count + 1e-9)
 
 
 def choose_units(name: str, scores: Sequence[Tensor], size: int, ratio: float, keep: int, round_to: int) -> list[int]:
-    """The units that are in the worst ⌊ratio·n⌋ of every score vector.
+    """Returns the units that are in the worst ⌊ratio·n⌋ of every score vector.
 
-    Ties go to the lower index, so the choice is deterministic. Where ``keep`` or ``round_to`` let fewer go, those with
-    the lowest first score do.
+    Ties go to the lower index, so the choice is deterministic. If ``keep`` or ``round_to`` let fewer go, those with the
+    lowest first score go.
 
     Args:
-        name: Of the group, for messages.
-        scores: Vectors ``(size,)``, low goes first; or matrices ``(size, k)`` that score a unit's nodes: then nodes are
-            chosen, and a unit goes if any of its nodes does.
+        name: Name of the group, for messages.
+        scores: Vectors ``(size,)``, in which low scores go first, or matrices ``(size, k)`` that score the nodes of
+            each unit: then nodes are chosen, and a unit goes if any of its nodes does.
         size: Number of units.
         ratio: ξ.
-        keep: How many units stay at least.
+        keep: Least number of units that stay.
         round_to: The number of units that stay is a multiple of this, or all.
     """
     check_iterable(f"what the criterion gave for {name!r}", scores, "return a list of score vectors")
@@ -68,22 +68,22 @@ def choose_units(name: str, scores: Sequence[Tensor], size: int, ratio: float, k
 
 
 def most_to_go(size: int, count: int, keep: int, round_to: int) -> int:
-    """How many of ``count`` chosen units may go, so that ``keep`` stay and a multiple of ``round_to``, or all."""
+    """Returns how many of ``count`` chosen units may go: at least ``keep`` stay, a multiple of ``round_to`` or all."""
     stay = max(size - count, min(keep, size))
     return size - min(size, -(-stay // round_to) * round_to)
 
 
 def rounds(group: Group, settings: Settings, free_multiple: int) -> list[tuple[float, int, int]]:
-    """Ratio, units that stay at least, and what their number is a multiple of, for each round in which units go.
+    """Returns the ratio, the least number of units that stay and their multiple, for each round in which units go.
 
-    Of two channels that stand in for each other, each scores low as long as the other is there. So where a large share
-    goes by such scores, it goes in rounds, each scored after the refit of the one before.
+    Two channels that can replace each other both score low while both are there. So if such scores choose, a large
+    share goes in rounds, each scored after the refit of the one before.
 
-    The free multiple is kept unless one is asked for. Where it would let nothing go, half of it is, and so on.
+    The free multiple applies unless the settings ask for one. It is halved until something can go.
     """
     ratio = settings.ratio_of(group)
     if group.is_input and ratio and "inputs" in settings.target:
-        ratio = max(ratio, 1 / group.size)  # one at least, or a small number would never be reached
+        ratio = max(ratio, 1 / group.size)  # at least one feature, or a small target would never be reached
     if not cut_size(ratio, group.size):
         return []
     keep = settings.least_inputs(group) if group.is_input else settings.min_channels

@@ -1,4 +1,4 @@
-"""How a prune is made: everything that does not change from event to event."""
+"""The settings of prune events: everything that does not change from event to event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlsprune.statistics.rows import has_rows
 
 TARGETS = ("params", "flops", "latency", "inputs")
 INVERSES = ("schur", "slice", "reset")
-"""What may happen to the optimizer's P."""
+"""The treatments of the optimizer's P when a layer loses inputs."""
 
 AS_IN_PAPER: Mapping[str, Any] = {
     "ratio": 0.4,
@@ -38,7 +38,7 @@ AS_IN_PAPER: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `rlsprune.Pruner`, checked; it says what each means."""
+    """The checked arguments of `rlsprune.Pruner`, which describes them."""
 
     optimizer: Optimizer
     ratio: float | Mapping[str, float]
@@ -92,18 +92,18 @@ class Settings:
 
     @property
     def cost_target(self) -> dict[str, float]:
-        """The target but for the inputs."""
+        """Returns the target without the number of inputs."""
         return {what: share for what, share in self.target.items() if what != "inputs"}
 
     def least_inputs(self, group: Group) -> int:
-        """How many features of an input stay at least."""
+        """Returns the least number of features of an input that stay."""
         asked = self.target.get("inputs", 1)
         layer = group.consumers[0].module
         assert isinstance(layer, nn.Linear)
         return int(asked) if isinstance(asked, Integral) else max(1, math.ceil(asked * full_in_features(layer) - 1e-9))
 
     def ratio_of(self, group: Group) -> float:
-        """ξ of one group; 0 if it is left alone, as all but the inputs are with a target of inputs alone."""
+        """Returns ξ of one group; 0 if it is left alone. A target of inputs only leaves all other groups alone."""
         if not group.is_input and self.target.keys() == {"inputs"}:
             return 0.0
         if group.is_input and self.input_ratio is not None:
@@ -113,7 +113,7 @@ class Settings:
         return self.ratio / 2 if group.is_input else self.ratio
 
     def scaled(self, share: float) -> Settings:
-        """The same with all ratios multiplied by a share in (0, 1]."""
+        """Returns the same settings with all ratios multiplied by a share in (0, 1]."""
         ratio = self.ratio
         smaller = (
             {name: value * share for name, value in ratio.items()} if isinstance(ratio, Mapping) else ratio * share
@@ -122,11 +122,11 @@ class Settings:
         return replace(self, ratio=smaller, input_ratio=inputs)
 
     def shared_out(self, ratios: Mapping[str, float]) -> Settings:
-        """The same with a ratio for each group, by its name; the others are left alone."""
+        """Returns the same settings with a ratio for each group, by its name; other groups are left alone."""
         return replace(self, ratio=ratios, input_ratio=None)
 
     def check_graph(self, graph: ChannelGraph) -> None:
-        """Refuses ratios for layers that cannot be pruned, and statistics that a layer does not have."""
+        """Raises ValueError for ratios or targets that do not fit the groups, and for layers without the wanted P."""
         known = {name for group in graph for name in _names(group)}
         inputs = sum(group.is_input for group in graph)
         if "inputs" in self.target and not inputs:

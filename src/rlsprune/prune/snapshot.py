@@ -17,15 +17,15 @@ from rlsprune.optim.entries import upgraded
 
 
 class Snapshot:
-    """The parameters, buffers, layer attributes and input selectors of a network and its optimizer's state.
+    """The parameters, buffers, layer attributes and input selectors of a network, and its optimizer's state.
 
-    Surgery never writes to old tensors, so undoing an event that failed half-way needs references only. What is
-    written to in place since (by training, or by ``weight.copy_``) comes back only from a snapshot with copies.
+    Surgery never writes to old tensors, so undoing an event that failed half-way needs references only. Tensors that
+    are written to in place afterwards (by training, or by ``weight.copy_``) can only be restored from copies.
 
     Args:
         model: The network.
-        optimizer: Whose per-parameter state is kept too; its settings (learning rates, …) are not.
-        copy: Copy every tensor, for rolling back after further training. Gradients are not kept then.
+        optimizer: The optimizer whose per-parameter state is kept, too; its settings (learning rates, …) are not.
+        copy: Whether to copy every tensor, for rolling back after further training. Gradients are not kept then.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, copy: bool = False) -> None:
@@ -53,7 +53,7 @@ class Snapshot:
     def restore(self) -> None:
         """Restores everything, in the same Parameter objects. A snapshot can be restored any number of times.
 
-        Buffers registered, hooks added and parameters frozen since are left alone, but for input selectors.
+        It leaves alone buffers registered, hooks added and parameters frozen since, except for input selectors.
         """
         settle(self._model)
         parameters = dict(self._model.named_parameters())
@@ -79,7 +79,7 @@ class Snapshot:
                 own_entries.update(self._keep(entries))
 
     def state_dict(self) -> dict[str, Any]:
-        """The snapshot as plain containers, by name, for a checkpoint."""
+        """Returns the snapshot as plain containers, by name, for a checkpoint."""
         return {
             "data": self._data,
             "buffers": {
@@ -91,10 +91,10 @@ class Snapshot:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Turns this snapshot into the saved one, which is of the same network, perhaps in another shape.
+        """Turns this snapshot into a saved one of the same network, perhaps in another shape.
 
         Raises:
-            ValueError: if it was taken of another network.
+            ValueError: The saved snapshot is of another network.
         """
         if state["data"].keys() != self._data.keys() or state["attributes"].keys() != self._attributes.keys():
             raise ValueError("the snapshot is of a network with other layers: build the same model before loading it")
@@ -114,7 +114,7 @@ class Snapshot:
         return [parameter for group in groups for parameter in group["params"]]
 
     def _keep(self, value: Any) -> Any:
-        """The value with containers of its own; tensors and all else copied or referred to, as was asked."""
+        """Returns the value in new containers. Copies or references tensors and all else, as the snapshot was told."""
         if isinstance(value, Tensor):
             return value.detach().clone() if self._copy else value
         if type(value) in (list, tuple):
@@ -125,7 +125,7 @@ class Snapshot:
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
-    """A copy in which tensors are on the device, but for step counts, which stay where they are."""
+    """Returns a copy with tensors on the device. Step counts stay on their device."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True) if value.dim() else value.clone()
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How far pruning has come: the part of a pruner that a checkpoint keeps."""
+"""The state of pruning: the part of a pruner that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlsprune.prune.surgery import LiveNetwork
 
 @dataclass
 class PruningState:
-    """The gate, the events so far, and the network to go back to.
+    """The gate, the events so far, and the network to roll back to.
 
-    A pruner changes a copy of it and puts that in place once the event has happened.
+    A pruner changes a copy of its state, and puts the copy in place once the event has happened.
     """
 
     gate: Gate
     first_inputs: Mapping[str, list[int]]
-    """Of groups that had lost input features before the first event: those that were left."""
+    """Name of a group that had lost input features before the first event → the features that were left."""
     history: list[PruneEvent] = field(default_factory=list)
     """Every event so far, roll-backs included."""
     recovered: list[Snapshot] | None = None
@@ -30,11 +30,11 @@ class PruningState:
     done: bool = False
 
     def copy(self) -> PruningState:
-        """The same with a gate of its own; the list of events is shared."""
+        """Returns the same state with a gate of its own; the list of events is shared."""
         return replace(self, gate=replace(self.gate))
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as plain containers and tensors."""
+        """Returns the state as plain containers and tensors."""
         return {
             "gate": self.gate.state_dict(),
             "done": self.done,
@@ -44,14 +44,14 @@ class PruningState:
         }
 
     def loaded(self, state: Mapping[str, Any], network: LiveNetwork) -> PruningState:
-        """The state that was saved, with this one's settings. This one does not change.
+        """Returns the saved state, with the settings of this one, which does not change.
 
         Args:
-            state: What `Pruner.state_dict` returned.
+            state: The result of `Pruner.state_dict`.
             network: The network that the state belongs to, already loaded.
 
         Raises:
-            ValueError: The state is no pruner's, or of another network, or of other copies of it.
+            ValueError: The state is not that of a pruner, or belongs to another network or other copies of it.
         """
         keys = ("gate", "done", "history", "original", "recovered")
         missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
@@ -61,7 +61,7 @@ class PruningState:
         _check_sizes(history, network)
         loaded = replace(
             self.copy(),
-            first_inputs={**state.get("first_inputs", {})},  # which 0.1.0 did not save
+            first_inputs={**state.get("first_inputs", {})},  # 0.1.0 did not save it
             history=history,
             recovered=_snapshots(state["recovered"], network),
             done=bool(state["done"]),
@@ -74,7 +74,7 @@ def _check_sizes(history: list[PruneEvent], network: LiveNetwork) -> None:
     """Raises ValueError unless the network is that of the last event."""
     present = network.sizes()
     for name, _, size in history[-1].layers if history else ():
-        # Of an attention that has one head left, none can go, so it is not among the groups any more.
+        # An attention with one head left can lose none, so it is not among the groups any more.
         if present.get(name, 1 if name.endswith("]") else None) != size:
             raise ValueError(
                 f"the saved pruner's network has {size} channels in {name!r} after its last event, this one has "

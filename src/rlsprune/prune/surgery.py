@@ -1,4 +1,4 @@
-"""Removing channels in place: the same Parameter objects, smaller, and all that is cut with them."""
+"""In-place removal of channels: the same Parameter objects get smaller, and all that mirrors them is cut, too."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class LiveNetwork:
 
     Args:
         model: The network, or its DistributedDataParallel wrapper, which is rebuilt after a cut.
-        optimizer: Of its parameters.
-        example_inputs: What the network is called with.
+        optimizer: The optimizer of its parameters.
+        example_inputs: Inputs of the network.
         ignore: Names of layers that keep all their channels.
 
     Raises:
@@ -60,31 +60,31 @@ class LiveNetwork:
 
     @property
     def graph(self) -> ChannelGraph:
-        """The channels that can go, as they are now."""
+        """Returns the groups of channels that can go, as they are now."""
         if self._graph is None:
             self._graph = self._find_graph()
         return self._graph
 
     @property
     def models(self) -> list[nn.Module]:
-        """The network itself, and its copies without wrappers."""
+        """Returns the network itself, and its copies without wrappers."""
         return [self.model, *map(inner, self.copies)]
 
     def cut(self, cuts: Cuts) -> None:
-        """Carries a plan out on everything."""
+        """Carries out a plan on the network, the optimizer's state, the copies and the graph."""
         apply_cuts(self.model, cuts, self.optimizer, self.copies)
         if self.divided:
             settle(self.model)
         self.graph.shrink(cuts)
 
     def check_unchanged(self) -> None:
-        """Raises if something else has replaced or resized layers: the graph is not that of this network any more."""
+        """Raises if other code has replaced or resized layers, so that the graph no longer matches the network."""
         settle(self.model)
         remedy = "another pruner, or other code, has changed the network: make a new Pruner for it"
         modules = dict(self.model.named_modules())
         for member in (member for group in self.graph for member in group.members if member.dim is None):
             if modules.get(member.name) is not member.module:
-                raise RuntimeError(f"{member.name!r} is not the layer that it was: {remedy}")
+                raise RuntimeError(f"{member.name!r} was replaced by another layer: {remedy}")
         trained = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         own = dict(self.model.named_parameters())
         for name, known in self._parameters.items():
@@ -105,13 +105,13 @@ class LiveNetwork:
         return _shapes(dict(self.model.named_parameters()))
 
     def trace_again(self) -> None:
-        """Forgets what is known of the channels: the network may have got another shape."""
+        """Forgets the graph and the shapes, as the network may have got another shape."""
         self._graph = None
         self._shapes = self._present_shapes()
 
     @contextmanager
     def traced_again(self) -> Iterator[None]:
-        """`trace_again`, which an error inside undoes."""
+        """Calls `trace_again`, and undoes that if an error occurs inside."""
         known = self._graph, self._shapes
         self.trace_again()
         try:
@@ -121,7 +121,7 @@ class LiveNetwork:
             raise
 
     def sizes(self) -> dict[str, int]:
-        """Output channels or states of every layer, and what is left of input features, heads and their parts."""
+        """Returns output channels or states of each layer, and the numbers of input features, heads and their parts."""
         sizes = {group.name: group.size for group in self.graph if group.is_input}
         parts: dict[str, list[Group]] = {}
         for group in self.graph:
@@ -140,7 +140,7 @@ class LiveNetwork:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[Callable[[], None]]:
-        """An error inside leaves everything as it was; so does calling what it yields."""
+        """Restores everything if an error occurs inside. Yields a function that does the same when called."""
         graph, groups, snapshots = self.graph, self.graph.groups, self.snapshots(copy=False)
 
         def undo() -> None:
@@ -157,22 +157,22 @@ class LiveNetwork:
             self._shapes = self._present_shapes()
 
     def snapshots(self, *, copy: bool = True) -> list[Snapshot]:
-        """The network, with its optimizer, and its copies, as they are now; see `Snapshot` for ``copy``."""
+        """Returns snapshots of the network, with its optimizer, and of its copies; see `Snapshot` for ``copy``."""
         return [
             Snapshot(self.model, self.optimizer, copy=copy),
             *(Snapshot(inner(follower), copy=copy) for follower in self.copies),
         ]
 
     def restore(self, snapshots: Iterable[Snapshot]) -> None:
-        """Puts back what snapshots hold."""
+        """Restores snapshots, and traces the channels again."""
         for snapshot in snapshots:
             snapshot.restore()
-        self.trace_again()  # what is known is the smaller network's
+        self.trace_again()  # the graph and shapes are those of the smaller network
 
     # --- several processes --------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Broadcasts rank 0's buffers and factors of P, and stops if the ranks differ in anything else."""
+        """Broadcasts rank 0's buffers and factors of P, and raises if the ranks differ in anything else."""
         if self.ranks is None:
             return
         self.ranks.agree("the network", fingerprint(self.model, self.optimizer, values=False))
@@ -182,12 +182,12 @@ class LiveNetwork:
         self.ranks.agree("the network", fingerprint(self.model, self.optimizer))
 
     def agree(self, what: str, value: object) -> None:
-        """Stops if the ranks have come to another value."""
+        """Raises if the ranks do not have the same value."""
         if self.ranks is not None:
             self.ranks.agree(what, value)
 
     def mean(self, value: float) -> float:
-        """Over all ranks."""
+        """Returns the mean of a value over all ranks."""
         return value if self.ranks is None else math.fsum(self.ranks.gather(value)) / self.ranks.size
 
     def first(self, value: T) -> T:
@@ -195,9 +195,9 @@ class LiveNetwork:
         return value if self.ranks is None else self.ranks.first(value)
 
     def rebuild_wrapper(self) -> None:
-        """Lets DistributedDataParallel see the parameters as they are now: its buckets have their old sizes.
+        """Rebuilds DistributedDataParallel for the present parameters, as its buckets have the old sizes.
 
-        What a trial has gathered of a network divided by ``fully_shard`` is given back.
+        Frees the parameters that a trial has gathered of a network divided by ``fully_shard``.
         """
         settle(self.model)
         if self._wrapper is not None:
@@ -218,22 +218,23 @@ class LiveNetwork:
 def apply_cuts(
     model: nn.Module, cuts: Cuts, optimizer: Optimizer | None = None, copies: Iterable[nn.Module] = ()
 ) -> None:
-    """Do what the plan says, to the network, its optimizer's state and structurally equal copies.
+    """Applies a plan to the network, its optimizer's state and structurally equal copies.
 
     Parameters and buffers stay the same objects with new data, in new storage: the old tensors are not written to.
-    ``.grad`` of a cut parameter is dropped; ``requires_grad``, hooks and memory format stay. Of the optimizer's
-    state, every tensor with as many dimensions as its parameter is cut along those that have the parameter's size;
-    all else (step counts, entries that are no tensors) is left to its owner. Everything is computed before anything
-    is changed, so an error leaves all as it was.
+    ``.grad`` of a cut parameter is dropped; ``requires_grad``, hooks and memory format stay. In the optimizer's state,
+    every tensor with as many dimensions as its parameter is cut along those that have the parameter's size. All else
+    (step counts, entries that are not tensors) stays as it is. Everything is computed before anything changes, so an
+    error leaves all as it was.
 
     Args:
         model: The network that the plan was made for.
         cuts: The plan, from ``plan_cuts``.
-        optimizer: Whose state mirrors the parameters.
-        copies: Networks of the same structure, such as moving averages of it.
+        optimizer: The optimizer whose state mirrors the parameters.
+        copies: Networks of the same structure, such as moving averages.
 
     Raises:
-        ValueError: if a tensor is missing or has another shape than the plan says.
+        ValueError: A tensor is missing or has another shape than the plan says, or the optimizer keeps a state that
+            does not mirror its parameter.
     """
     changes: list[Callable[[], None]] = []
     for number, network in enumerate([model, *copies]):
@@ -248,7 +249,7 @@ def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def inner(copy: nn.Module) -> nn.Module:
-    """The network itself, of a copy that may be wrapped in an ``AveragedModel``."""
+    """Returns the network inside a copy that may be wrapped in an ``AveragedModel``."""
     return copy.module if isinstance(copy, AveragedModel) else copy
 
 
@@ -261,7 +262,7 @@ def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: st
             found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
             raise ValueError(f"{name} of {what} {found}, the plan is for shape {tuple(cuts.shapes[name])}")
         if id(tensor) in done:
-            # Shared by two layers, which the plan cuts alike.
+            # Two layers share it, and the plan cuts both alike.
             continue
         done.add(id(tensor))
         changes.append(partial(replace_data, tensor, cuts.cut(name, tensor)))
@@ -272,7 +273,7 @@ def _changes(model: nn.Module, cuts: Cuts, optimizer: Optimizer | None, what: st
         layer = model.get_submodule(module)
         changes.append(partial(write_sizes, layer, values))
         if isinstance(layer, nn.RNNBase):
-            changes.append(layer.flatten_parameters)  # else cuDNN copies the weights in every forward
+            changes.append(layer.flatten_parameters)  # otherwise cuDNN copies the weights in every forward
     return changes
 
 
@@ -286,7 +287,7 @@ def _tensor(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _cut_state(name: str, state: dict[str, object], parameter: Tensor, dims: dict[int, Tensor]) -> dict[str, Tensor]:
-    """The entries that mirror the parameter, cut; Adafactor's row and column statistics only where they mirror it."""
+    """Cuts the entries that mirror the parameter; Adafactor's row and column statistics only where they mirror it."""
     smaller: dict[str, Tensor] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.numel() <= 1:
@@ -294,7 +295,7 @@ def _cut_state(name: str, state: dict[str, object], parameter: Tensor, dims: dic
         if value.ndim != parameter.ndim or any(value.shape[dim] not in (1, parameter.shape[dim]) for dim in dims):
             raise ValueError(
                 f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {name!r} of shape "
-                f"{tuple(parameter.shape)}, and how to cut that is not known: prune with an optimizer whose state has "
+                f"{tuple(parameter.shape)}, which cannot be cut: prune with an optimizer whose state has "
                 "the shapes of the parameters, such as SGD, AdamW or RLS"
             )
         mirrored = {dim: keep for dim, keep in dims.items() if value.shape[dim] == parameter.shape[dim]}

@@ -1,4 +1,4 @@
-"""How many units every group keeps, so that a network costs no more than it may and loses as little as it can."""
+"""The number of units that every group keeps, so that a network meets a cost with the least error."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from rlsprune.prune.elimination import Curve
 __all__ = ["choose_widths"]
 
 _HALVINGS = 40
-_ROUNDING = 1e-12  # of a goal that is met exactly
-_SWEEPS = 3  # over all groups: what one costs depends on how wide its neighbours are
+_ROUNDING = 1e-12  # relative tolerance for a goal that is met exactly
+_SWEEPS = 3  # passes over all groups, as the cost of one depends on the widths of its neighbours
 
 
 def choose_widths(
     curves: Mapping[str, Curve], groups: Sequence[Group], costs: Costs, goal: float, *, least: int, round_to: int
 ) -> dict[str, int]:
-    """How many units of each group go.
+    """Chooses how many units of each group go.
 
-    The errors of the groups add up, so the best choice has one price: a group loses units as long as that saves more,
-    times the price, than it costs. The price is found by bisection; then what is left of the goal is given back.
+    The errors of the groups add up, so the best choice has one price: a group loses units as long as the saved cost
+    times the price exceeds the added error. The price is found by bisection. Then units are given back as far as the
+    goal allows.
 
     Args:
-        curves: Name of a group → what losing its units costs.
-        groups: Those that may be cut.
-        costs: Of the network without some of its units.
-        goal: What it may cost.
-        least: Units that every group keeps.
+        curves: Name of a group → the errors of losing its units.
+        groups: The groups that may be cut.
+        costs: The costs of the network without some of its units.
+        goal: The cost that the network may have.
+        least: Number of units that every group keeps.
         round_to: The number of units that are kept is a multiple of this, or all. Not for features of the input.
 
     Returns:
-        Name → number of units. If the goal is out of reach, as many as may go.
+        Name of a group → number of units that go. If the goal is out of reach, as many as may go.
     """
     choices = [_Choices(group, curves[group.name], least, round_to) for group in groups]
 
@@ -67,9 +68,9 @@ class _Choices:
         ]
         self.name, self.gone = group.name, allowed
         self.errors = torch.tensor([curve.costs[gone] for gone in allowed], dtype=torch.float64)
-        """As shares of the variance."""
+        """The errors, as shares of the variance."""
         self.shares = torch.tensor(allowed, dtype=torch.float64) / group.size
-        """Of the units, that go."""
+        """The shares of the units that go."""
 
 
 def _shares(choices: Sequence[_Choices], found: Sequence[int]) -> dict[str, float]:
@@ -77,7 +78,7 @@ def _shares(choices: Sequence[_Choices], found: Sequence[int]) -> dict[str, floa
 
 
 def _at_price(choices: Sequence[_Choices], costs: Costs, price: float) -> list[int]:
-    """What each group loses when a unit of cost is worth so much error."""
+    """Returns the best choice of each group at a price, the error that is accepted per unit of cost."""
     found = [0] * len(choices)
     for _ in range(_SWEEPS):
         before = list(found)
@@ -90,12 +91,12 @@ def _at_price(choices: Sequence[_Choices], costs: Costs, price: float) -> list[i
 
 
 def _given_back(choices: Sequence[_Choices], found: Sequence[int], costs: Costs, goal: float) -> list[int]:
-    """The choice with units given back, those first that save most error for what they cost, while the goal is met."""
+    """Gives units back while the goal is still met, those first that save most error per cost."""
     found = list(found)
     while True:
         shares = _shares(choices, found)
         left = goal - costs.without(shares)
-        best, worth = -1, -1.0  # a unit that costs nothing stays, too: no more goes than was asked for
+        best, worth = -1, -1.0  # below 0: units that save no error are given back, too
         for number, choice in enumerate(choices):
             if not found[number]:
                 continue

@@ -1,1 +1,1 @@
-"""Layer by layer, a cut network is refitted to what the whole one computes, in closed form."""
+"""The refit of a cut network to the outputs of the whole one, layer by layer, in closed form."""

@@ -1,7 +1,7 @@
-"""The inputs that a network is calibrated on: who has them, which rows of a layer they give, and sums over all of them.
+"""The inputs that a network is calibrated on: their division over ranks, the rows drawn of them, and sums over them.
 
-Several ranks have a share of the inputs each. Every input has a number, which says all that is drawn of it. So the rows
-of all ranks together are those that one process would have with all the inputs, however these are divided.
+Each of several ranks has a share of the inputs. Every input has a number, which determines all that is drawn of it. So
+the rows of all ranks together are those that one process would draw of all inputs, however these are divided.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ __all__ = ["Calibration", "Lanes", "Reduction", "gather_rows", "rows_drawn"]
 
 T = TypeVar("T")
 
-# Rows of a layer: so many times its inputs or the second number, whichever is more, while they stay below so many
-# entries in all.
+# Rows drawn of a layer: so many times its inputs, or the second number if that is more, but at most so many entries.
 _ROWS_PER_INPUT, _LEAST_ROWS, _MOST_ENTRIES = 8, 16384, 2**25
 # Bytes that the activations of one network may take while all its forwards wait at a layer.
 _LIVE_BYTES = 2**27
-# Inputs that run together: at most so many, and fewer if one has more entries than the second number over them.
+# Inputs that run together: at most so many, and fewer if they would have more entries than the second number in all.
 _PIECE, _PIECE_ENTRIES = 128, 2**21
-_HELD_BACK = 5  # every so many-th input is not fitted to, on average
+_HELD_BACK = 5  # one input in so many is held back from the fit, on average
 _HELD_SEED = -1
 
 
 class Reduction:
-    """What ranks do together with what each has found on its inputs; alone, there is nothing to do.
+    """Sums and exchanges of the ranks' results on their own inputs. A single process keeps its own.
 
     Args:
         ranks: The processes, or None.
@@ -50,7 +49,7 @@ class Reduction:
         self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
     def sums(self, *parts: Tensor) -> list[Tensor]:
-        """Each tensor summed over the ranks, in float64: one message."""
+        """Returns each tensor summed over the ranks, in float64. Sends one message."""
         wide = [exact(part) for part in parts]
         if self.ranks is None:
             return wide
@@ -60,36 +59,36 @@ class Reduction:
         return [piece.view(part.shape) for piece, part in zip(pieces, wide, strict=True)]
 
     def stacked(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, all of one shape, in their order: one message."""
+        """Stacks the tensors of all ranks, of one shape, in the order of the ranks. Sends one message."""
         return tensor[None] if self.ranks is None else self.ranks.stacked(tensor)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """The rows, ``(groups, m, n)``, of all ranks."""
+        """Returns the rows, ``(groups, m, n)``, of all ranks."""
         gathered = rows if self.ranks is None else self.ranks.gather_rows(rows, dim=1)
         assert gathered is not None
         return gathered
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in their order."""
+        """Returns every rank's value, in the order of the ranks."""
         return [value] if self.ranks is None else self.ranks.gather(value)
 
     def mean(self, value: float) -> float:
-        """Over the ranks."""
+        """Returns the mean of a value over the ranks."""
         return math.fsum(self.gather(value)) / self.size
 
     def by_first(self, compute: Callable[[], T]) -> T:
-        """What rank 0 computes, on all ranks."""
+        """Computes a value on rank 0, and returns it on all ranks."""
         if self.ranks is None:
             return compute()
         return self.ranks.first(compute() if self.rank == 0 else None)  # type: ignore[return-value]
 
     def agree(self, what: str, value: object) -> None:
-        """Stops every rank if their values differ."""
+        """Raises on every rank if their values differ."""
         if self.ranks is not None:
             self.ranks.agree(what, value)
 
     def align(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors become rank 0's, in place."""
+        """Broadcasts rank 0's tensors, in place."""
         if self.ranks is not None and tensors:
             self.ranks.exchange([tensors])
 
@@ -98,11 +97,11 @@ class Lanes(NamedTuple):
     """Pieces of the inputs that wait at a layer together."""
 
     own: int
-    """How many, on this rank: at least one, which knows the shapes."""
+    """Number of pieces on this rank; at least one, which knows the shapes."""
     counted: int
-    """Of how many rows are drawn: of none, if other ranks have all that one process would have there."""
+    """Number of this rank's pieces to draw rows of; 0 if other ranks have all pieces that one process would use."""
     inputs: int
-    """How many inputs these hold, on all ranks."""
+    """Number of inputs in the counted pieces of all ranks."""
 
 
 class Calibration:
@@ -110,8 +109,8 @@ class Calibration:
 
     Args:
         calls: This rank's pieces, at least one.
-        sizes: Inputs in each.
-        numbers: Of the inputs of each piece, among those of all ranks; None to count them.
+        sizes: Number of inputs in each piece.
+        numbers: Numbers of each piece's inputs among those of all ranks; None to count them.
         ranks: The processes that have a share each, or None.
     """
 
@@ -126,12 +125,12 @@ class Calibration:
         self._numbers = torch.split(torch.arange(sum(sizes)), list(sizes)) if numbers is None else numbers
         own = [(int(number[0]), size) for number, size in zip(self._numbers, sizes, strict=True)]
         self.pieces = self.reduction.gather(own)
-        """Of each rank: the first number and the size of its pieces."""
+        """For each rank, the first number and the size of each of its pieces."""
         self._inputs = sum(size for pieces in self.pieces for _, size in pieces)
 
     @classmethod
     def of(cls, sample: Sample, ranks: Ranks | None = None) -> Calibration:
-        """The inputs of a sample, in pieces that many forwards can hold."""
+        """Makes a calibration of a sample's inputs, in pieces small enough for many forwards at a time."""
         calls: list[ExampleInputs] = []
         numbers: list[Tensor] = []
         for (inputs, _), own in zip(*sample, strict=True):
@@ -143,7 +142,7 @@ class Calibration:
         return cls(calls, [batch_size(call) for call in calls], numbers, ranks)
 
     def lanes(self, sites: Mapping[tuple[str, int], Site]) -> dict[tuple[str, int], Lanes]:
-        """How many of the pieces can wait at each site together; never fewer at a later site."""
+        """Computes how many of the pieces can wait at each site together; never fewer at a later site."""
         order = [rank for _, rank in sorted((n, rank) for rank, own in enumerate(self.pieces) for n, _ in own)]
         largest = max(size for own in self.pieces for _, size in own)
 
@@ -163,13 +162,13 @@ class Calibration:
         return result
 
     def draw(self, stops: Sequence[Stop], seed: int, lanes: Lanes, rows: int | None = None) -> list[Tensor]:
-        """Places of a layer's output to work with, of each piece; the same again for the same seed.
+        """Draws places of a layer's output, for each piece; always the same for the same seed.
 
         Args:
-            stops: Where the pieces wait.
-            seed: Of the layer.
-            lanes: Of the layer. Equally many rows are drawn of each input.
-            rows: How many in all; None for what suits the width of the layer.
+            stops: Stops at which the pieces wait.
+            seed: Seed of the layer.
+            lanes: Lanes of the layer. Equally many rows are drawn of each input.
+            rows: Number of rows in all; None for a number that suits the width of the layer.
         """
         product = stops[0].product
         rows = rows_drawn(product.width + 1, product.groups) if rows is None else rows
@@ -180,9 +179,9 @@ class Calibration:
         return drawn + [torch.arange(0)] * (len(stops) - len(drawn))
 
     def split(self, stops: Sequence[Stop], places: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Places to fit to, and those of other inputs, a fifth, that tell whether the fit is better.
+        """Splits places into those to fit to, and those of other inputs, a fifth, that are held back to judge the fit.
 
-        Of few inputs, some places of each are held back.
+        If there are few inputs, some places of each are held back.
         """
         fitted, held = [], []
         for stop, numbers, where in zip(stops, self._numbers, places, strict=False):
@@ -197,17 +196,17 @@ class Calibration:
 
 
 def rows_drawn(inputs: int, groups: int = 1) -> int:
-    """Rows that are drawn of a layer with so many inputs in each group, on all ranks together."""
+    """Returns the number of rows drawn of a layer with so many inputs in each group, on all ranks together."""
     most = _MOST_ENTRIES // (inputs * groups)
     return min(max(_ROWS_PER_INPUT * inputs, min(_LEAST_ROWS, most)), max(most, 64))
 
 
 def gather_rows(stops: Sequence[Stop], places: Sequence[Tensor], shifted: bool) -> Tensor:
-    """The drawn rows of a layer's inputs, ``(groups, m, n)``; with a last 1 for a shift of its outputs, if wanted."""
+    """Returns the drawn rows of a layer's inputs, ``(groups, m, n)``, if ``shifted`` with a last 1 for a shift."""
     first = stops[0].product
     counts = [len(where) for where in places]
     dtype = torch.promote_types(first.inputs.dtype, torch.float32)
-    # One tensor from the start: a copy of it would be the largest there is.
+    # One tensor from the start, because a copy of it would be the largest tensor of all.
     rows = torch.ones(first.groups, sum(counts), first.width + shifted, dtype=dtype, device=first.inputs.device)
     start = 0
     for stop, where, count in zip(stops, places, counts, strict=True):
@@ -217,12 +216,12 @@ def gather_rows(stops: Sequence[Stop], places: Sequence[Tensor], shifted: bool) 
 
 
 def _places_each(stop: Stop, numbers: Tensor) -> int:
-    """Places of the output that belong to one input."""
+    """Returns the number of places of the output that belong to one input."""
     return max(1, stop.product.places // len(numbers))
 
 
 def _drawn(stop: Stop, numbers: Tensor, count: int, seed: int) -> Tensor:
-    """At most ``count`` places of each input, ascending; all where there are no more."""
+    """Draws at most ``count`` places of each input, ascending; all places of inputs that have no more."""
     counted, each = stop.places(), _places_each(stop, numbers)
     if counted is None and each <= count:
         return torch.arange(stop.product.places)
@@ -242,13 +241,13 @@ def _drawn(stop: Stop, numbers: Tensor, count: int, seed: int) -> Tensor:
 
 
 def _uniform(seed: int, keys: Tensor, count: int) -> Tensor:
-    """``count`` numbers in [0, 1) for each key, ``(keys, count)``: always the same ones."""
+    """Returns ``count`` pseudo-random numbers in [0, 1) for each key, ``(keys, count)``, always the same ones."""
     streams = _mixed(keys + _mixed(torch.tensor(seed)))
     return _mixed(streams[:, None] + 0x9E3779B9 * torch.arange(1, count + 1)).double() / 2**32
 
 
 def _mixed(keys: Tensor) -> Tensor:
-    """Whole numbers whose lower 32 bits are mixed until neighbours have nothing in common."""
+    """Mixes the lower 32 bits of integers, so that the results of neighbours are unrelated."""
     keys = keys & 0xFFFFFFFF
     for _ in range(2):
         keys = ((keys ^ (keys >> 16)) * 0x45D9F3B) & 0xFFFFFFFF

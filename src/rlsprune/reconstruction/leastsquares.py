@@ -1,4 +1,4 @@
-"""Least squares of a layer's outputs on its inputs, damped towards the weights it has."""
+"""Least squares of a layer's outputs on its inputs, damped towards its present weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlsprune.statistics.inverse import cholesky_positive
 __all__ = ["DAMPING", "LeastSquares", "best_damping", "clipped_fit", "product_in_pieces"]
 
 DAMPING = 1e-3
-"""Of the mean square of the inputs, at least."""
-_MORE = (1e-2, 1e-1, 1.0)  # what else is tried
+"""The least damping, as a share of the mean square of the inputs."""
+_MORE = (1e-2, 1e-1, 1.0)  # the other dampings that are tried
 
 MOST_INPUTS = 4608
 """With more inputs than this, or more inputs than rows, the problem is solved in the space of its rows."""
 
 
 def product_in_pieces(rows: Tensor, values: Tensor, pieces: list[int]) -> Tensor:
-    """``XᵀY``, ``(groups, n, outputs)``: each piece in its own precision, their sum in float64."""
+    """Computes ``XᵀY``, ``(groups, n, outputs)``: each piece in its own precision, their sum in float64."""
     total = exact(rows.new_zeros(rows.shape[0], rows.shape[2], values.shape[2]))
     for own, value in zip(torch.split(rows, pieces, 1), torch.split(values, pieces, 1), strict=True):
         total += exact(own.mT @ value)
@@ -32,7 +32,7 @@ def product_in_pieces(rows: Tensor, values: Tensor, pieces: list[int]) -> Tensor
 
 
 class LeastSquares:
-    """Solves for one X and many right-hand sides, batched over the groups of a layer.
+    """A least-squares problem for one X and many right-hand sides, batched over the groups of a layer.
 
     Minimises ``‖XW − Y‖²/m + δ‖W − W₀‖²``, in closed form: ``W₀ + (XᵀX/m + δI)⁻¹Xᵀ(Y − XW₀)/m``.
 
@@ -51,13 +51,13 @@ class LeastSquares:
         self._in_rows = rows.shape[2] > min(self._count, MOST_INPUTS)
 
     def damped(self, damping: float) -> LeastSquares:
-        """The same problem with another δ."""
+        """Returns the same problem with another δ."""
         other = self.part(Part())
         other._damping = damping
         return other
 
     def part(self, part: Part) -> LeastSquares:
-        """The same problem for some of the groups and outputs."""
+        """Returns the same problem for some of the groups and outputs."""
         square, diagonal = self._square
         other = copy.copy(self)
         other.__dict__.pop("_factor", None)
@@ -67,7 +67,7 @@ class LeastSquares:
 
     @cached_property
     def _square(self) -> tuple[Tensor, Tensor]:
-        """``XᵀX/m``, or ``XXᵀ/m``, and its diagonal."""
+        """Computes ``XᵀX/m``, or ``XXᵀ/m``, and its diagonal."""
         if self._in_rows:
             square = exact(self.rows @ self.rows.mT)
         else:
@@ -78,13 +78,13 @@ class LeastSquares:
     @cached_property
     def _factor(self) -> Tensor:
         square, diagonal = self._square
-        mean_square = diagonal.sum(1) / self.rows.shape[2]  # in either space the same
+        mean_square = diagonal.sum(1) / self.rows.shape[2]  # the same in both spaces
         delta = (self._damping * mean_square).clamp_min(torch.finfo(torch.float32).tiny)
-        square.diagonal(dim1=-2, dim2=-1).copy_(diagonal + delta[:, None])  # no copy of the largest matrix there is
+        square.diagonal(dim1=-2, dim2=-1).copy_(diagonal + delta[:, None])  # in place: it is the largest matrix
         return cholesky_positive(square)
 
     def __call__(self, targets: Tensor) -> Tensor:
-        """W for targets Y, ``(groups, m, outputs)``, in float64."""
+        """Solves for W with targets Y, ``(groups, m, outputs)``, in float64."""
         residual = targets - self.predicted(self.start)
         if self._in_rows:
             step = torch.cholesky_solve(exact(residual) / self._count, self._factor)
@@ -93,12 +93,12 @@ class LeastSquares:
         return self.start + torch.cholesky_solve(right, self._factor).to(self.start.device)
 
     def predicted(self, weights: Tensor) -> Tensor:
-        """X W."""
+        """Returns ``XW``."""
         return self.rows @ weights.to(self.rows)
 
 
 def best_damping(error: Callable[[float], float], first: float) -> float:
-    """The damping with the least error, which is to be that on inputs held back: more is tried as long as it helps."""
+    """Returns the damping with the least error, on inputs held back. Tries larger ones as long as they help."""
     best, least = first, error(first)
     for damping in _MORE:
         tried = error(damping)
@@ -109,18 +109,18 @@ def best_damping(error: Callable[[float], float], first: float) -> float:
 
 
 def clipped_fit(problem: LeastSquares, targets: Tensor, low: Tensor, high: Tensor, rounds: int) -> Tensor:
-    """The fit where outputs are clipped to an interval afterwards, as by a ReLU.
+    """Fits outputs that are clipped to an interval afterwards, as by a ReLU.
 
-    Where the target is at or below ``low``, an output need only be below it too; the same above ``high``. That is a
-    convex problem. Each round puts the present outputs, clipped, in place of such targets, and solves again: an upper
-    bound of the error that touches it at the present weights, so that the error never grows.
+    If a target is at or below ``low``, the output only has to be below it, too; the same holds above ``high``. That is
+    a convex problem. Each round replaces such targets by the present outputs, clipped, and solves again. That minimises
+    an upper bound of the error that touches it at the present weights, so the error never grows.
 
     Args:
-        problem: Of the layer.
+        problem: The least-squares problem of the layer.
         targets: Y, ``(groups, m, outputs)``.
-        low: What outputs are clipped to from below, of a shape that broadcasts to the targets'; −∞ for nothing.
-        high: The same from above.
-        rounds: How often.
+        low: Lower ends of the intervals, in a shape that broadcasts to that of the targets; −∞ for none.
+        high: Upper ends of the intervals; ∞ for none.
+        rounds: Number of rounds.
     """
     weights = problem(targets)
     below, above = targets <= low, targets >= high

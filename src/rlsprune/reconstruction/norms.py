@@ -1,4 +1,4 @@
-"""Batch norms that mean the same in training mode as in evaluation mode."""
+"""Adapts batch norms so that training mode and evaluation mode compute the same."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def make_consistent(
     before: nn.Module | None = None,
     kept: Mapping[str, Tensor] | None = None,
 ) -> list[str]:
-    """Gives every batch norm statistics of what it reads now, and changes its scale and shift to make up for it.
+    """Gives every batch norm the statistics of its present inputs, and compensates by its scale and shift.
 
-    A refit changes what a batch norm reads. Evaluation mode does not see that, training mode does. Afterwards the
-    network in evaluation mode computes what it did before, and in training mode the same, on inputs like these.
+    A refit changes the inputs of batch norms. That affects training mode, but not evaluation mode. Afterwards the
+    network computes the same as before in evaluation mode, and also in training mode, on inputs like these.
 
-    In the middle of training the two modes differ already, as running statistics lag behind. With the network as it
-    was before the refit, training mode computes what that one does in training mode, and the lag stays what it was.
+    In the middle of training the two modes already differ, because running statistics lag behind. With ``before``,
+    training mode computes what that network computes in training mode, and the lag stays as it was.
 
     Args:
         model: The network.
-        batches: What it is called with.
-        reduction: The ranks, where each has other batches.
+        batches: Inputs of the network.
+        reduction: The ranks, if each has its own batches.
         before: The network before it was cut and refitted; None if its running statistics were those of its inputs.
-        kept: Name of a batch norm → which of that network's channels it still has; all if not named.
+        kept: Name of a batch norm → the channels of ``before`` that it still has; all if not named.
 
     Returns:
-        Names of the batch norms that were left alone, and compute something else in training mode: they have no scale
-        and shift of their own, or are called several times, each time with inputs of other statistics.
+        Names of the batch norms that were left alone and compute something else in training mode: they have no scale
+        and shift of their own, or are called several times, each time with inputs of different statistics.
     """
     norms = {
         module: name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None  # without: the same in both modes
+        if isinstance(module, _BatchNorm) and module.running_mean is not None  # without it both modes are the same
     }
     owners = Counter(id(parameter) for norm in norms for parameter in norm._parameters.values())
     usable = {
@@ -74,7 +74,7 @@ def make_consistent(
 def _observed(
     model: nn.Module, norms: Sequence[nn.Module], calls: Iterable[ExampleInputs], reduction: Reduction
 ) -> list[_Moments]:
-    """The moments of what each batch norm reads, on the calls of all ranks."""
+    """Returns the moments of the inputs of each batch norm, over the calls of all ranks."""
     moments = {norm: _Moments() for norm in norms}
     seen: set[nn.Module] = set()
 
@@ -97,7 +97,7 @@ def _observed(
 
 
 class _Reference(NamedTuple):
-    """What a batch norm read and added before the refit, of the channels that it still has."""
+    """Input statistics and shift of a batch norm before the refit, for the channels that it still has."""
 
     mean: Tensor
     variance: Tensor
@@ -135,12 +135,12 @@ class _Moments:
         self.merge(wide.shape[1], mean, (wide - mean[:, None]).square().sum(1))
 
     def state(self) -> tuple[int, Tensor | None, Tensor | None, bool]:
-        """What `merge` takes, on the CPU."""
+        """Returns the arguments of `merge`, on the CPU."""
         mean, squares = (None if own is None else own.cpu() for own in (self.mean, self.squares))
         return self.count, mean, squares, self.several
 
     def merge(self, count: int, mean: Tensor | None, squares: Tensor | None, several: bool = False) -> None:
-        """Adds the values that others are the moments of."""
+        """Merges the moments of other values into these."""
         self.several |= several
         if mean is None or squares is None:
             return
@@ -155,11 +155,11 @@ class _Moments:
 
 @torch.no_grad()
 def _restate(norm: _BatchNorm, moments: _Moments, reference: _Reference) -> None:
-    """In evaluation mode the same function; in training mode, that of the batch norm that the reference is of.
+    """Restates a batch norm: the same function in evaluation mode, and that of the reference in training mode.
 
-    Evaluation mode computes ``(z − m)γ/s + β`` and is to stay. The refit has put c = (β − β₀)s/γ of what the layer
-    computed before into the shift. So training mode has to compute ``(z + c − μ₀)γ/σ₀ + β₀``, with the mean μ₀ and the
-    deviation σ₀ that the batch norm read before. What it reads now has μ and σ.
+    Evaluation mode computes ``(z − m)γ/s + β``, and must go on computing it. The refit has moved c = (β − β₀)s/γ of the
+    layer's earlier output into the shift. So training mode must compute ``(z + c − μ₀)γ/σ₀ + β₀``, with the mean μ₀ and
+    the deviation σ₀ of the earlier inputs. The present inputs have μ and σ.
     """
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -174,7 +174,7 @@ def _restate(norm: _BatchNorm, moments: _Moments, reference: _Reference) -> None
     scale, shift = norm.weight.to(mean), norm.bias.to(mean)
     moved = torch.where(scale != 0, (shift - shift_before) * running.sqrt() / scale, 0.0)
     missed = moved + mean - mean_before
-    # In new tensors, all computed before the first is replaced: whoever undoes this has kept the old ones.
+    # In new tensors, all computed before the first is replaced: a snapshot refers to the old ones.
     new = {
         norm.weight: scale * (now / before).sqrt(),
         norm.bias: shift_before + scale / before.sqrt() * missed,

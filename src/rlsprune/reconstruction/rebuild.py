@@ -1,4 +1,4 @@
-"""The sequential refit: layer by layer, a cut network learns to say what the whole one says, in closed form."""
+"""The sequential refit: layer by layer, a cut network is fitted to the outputs of the whole one, in closed form."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlsprune.reconstruction.rows import FitRows, Part, count_rows, gather_all
 __all__ = ["JUDGES", "affine_of", "can_shift", "rebuild"]
 
 JUDGES = 64
-"""Outputs, at most, that tell which damping suits a layer: every rank solves for them."""
+"""Largest number of outputs that choose the damping of a layer; every rank solves for all of them."""
 
 _CLIP_ROUNDS = 5
-_LEAST_SCALE = 0.05  # of the median: a sum cannot be made up for through a smaller scale
-_SAME = 1e-6  # of the targets' norm: an output this close has not drifted
+_LEAST_SCALE = 0.05  # share of the median; a smaller scale cannot compensate the error of a sum
+_SAME = 1e-6  # share of the targets' norm; an output this close has not drifted
 
 
 def can_shift(product: Product, norms: Sequence[nn.Module]) -> bool:
@@ -46,17 +46,17 @@ def rebuild(
 
     Both run on the same inputs, in step. At each layer the cut network's own inputs, errors of earlier layers included,
     are one side of the least-squares problem; the whole network's outputs are the other. A layer whose output goes into
-    a sum makes up for the error of the other summand too.
+    a sum also compensates the error of the other summand.
 
     Args:
-        whole: The network as it was, in evaluation mode. Not changed.
+        whole: The network before the cut, in evaluation mode. It does not change.
         cut: The network without some of its channels, in evaluation mode.
-        sites: Of the whole network.
-        kept: Name of a layer → which of the whole network's output channels it still has; all if not named.
-        batches: Inputs; no targets.
-        damping: Towards the weights that a layer has, as a share of the mean square of its inputs; more where that is
-            better on inputs that were held back.
-        on_layer: Told each layer's name, and how many are done of how many.
+        sites: Sites of the whole network.
+        kept: Name of a layer → the output channels of the whole network that it still has; all if not named.
+        batches: Inputs, without targets.
+        damping: Least damping towards a layer's present weights, as a share of the mean square of its inputs; a larger
+            one is used if it is better on held-back inputs.
+        on_layer: Called with each layer's name, the number of layers done, and their total number.
 
     Returns:
         Names of the layers that were refitted.
@@ -72,7 +72,7 @@ def rebuild(
         number = 0
         order = list(fitted)
         while number < len(order):
-            # A forward that stops at a sum stops later than its layer is called: as many lanes as the earlier allows.
+            # A forward that stops at a sum stops later than its layer is called; the earlier call sets the lanes.
             active = lanes[order[number]]
             targets, inputs = theirs.advance(active.own), ours.advance(active.own)
             if not targets:
@@ -98,9 +98,9 @@ class _Problem:
         batches: The inputs of the networks.
         norms: The batch norms that the layer's output goes through.
         site: The layer's call.
-        targets: The whole network, where the layer has acted.
-        inputs: The cut network, where it has not.
-        kept: Which of the whole network's output channels the layer still has; None for all.
+        targets: Stops of the whole network, after the layer has acted.
+        inputs: Stops of the cut network, before the layer acts.
+        kept: Output channels of the whole network that the layer still has; None for all.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Problem:
         self._scale, self._shift = affine_of(norms, self._matrix[:, 0].numel(), targets[0].output)
 
     def refit(self, layer: nn.Module, places: Sequence[Tensor], damping: float) -> bool:
-        """Gives the layer new weights, if they are better."""
+        """Gives the layer new weights if they are better. Returns whether it did."""
         if not self._product.inputs.is_floating_point():
             return False
         fitted, held = self._batches.split(self._ours, places)
@@ -161,7 +161,7 @@ class _Problem:
         return both if self._kept is None else both[:, self._kept.to(both.device)]
 
     def _start(self) -> Tensor:
-        """The layer's weight matrix, with its bias as last row where its outputs can be shifted."""
+        """Returns the layer's weight matrix, with its bias as last row if its outputs can be shifted."""
         weight, own = self._matrix, self._product.bias
         if not self._movable:
             return weight
@@ -169,7 +169,7 @@ class _Problem:
         return torch.cat([weight, bias.view(weight.shape[0], 1, -1)], dim=1)
 
     def _fit(self, rows: FitRows, held: FitRows, damping: float) -> tuple[Tensor, Tensor | None] | None:
-        """Weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to leave the layer alone."""
+        """Fits the weight matrix ``(groups, n, outputs)`` and intercept ``(groups, outputs)``; None to keep both."""
         weight, reduction = self._start(), self._batches.reduction
         drifts = weight.new_zeros(2)
         for part in (rows, held):
@@ -196,7 +196,7 @@ class _Problem:
 
 
 def _tried_damping(problem: LeastSquares, rows: FitRows, held: FitRows, damping: float) -> float:
-    """What suits some outputs on rows that were held back."""
+    """Returns the damping with the least error of some outputs on held-back rows."""
     groups, _, outputs = problem.start.shape
     judges = Part.sampled(groups, outputs, JUDGES)
     some, targets, judged = problem.part(judges), judges.of(rows.targets), held.part(judges)
@@ -210,7 +210,7 @@ def _solved(problem: LeastSquares, rows: FitRows) -> Tensor:
 
 
 def affine_of(norms: Sequence[nn.Module], channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """``a`` and ``c`` of the map ``a·z + c`` that batch norms make of so many channels in evaluation mode."""
+    """Returns ``a`` and ``c`` of the map ``a·z + c`` that batch norms compute in evaluation mode, for each channel."""
     scale, shift = like.new_ones(channels), like.new_zeros(channels)
     for norm in norms:
         assert isinstance(norm, _BatchNorm)
@@ -226,7 +226,7 @@ def affine_of(norms: Sequence[nn.Module], channels: int, like: Tensor) -> tuple[
 
 
 def _limits(site: Site, scale: Tensor, offset: Tensor, usable: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Where the layer's own output is clipped, of what comes after the scale, the shift and the sum."""
+    """Returns the ends at which the layer's own output is clipped, by a clipping after scale, shift and sum."""
     if site.low == -math.inf and site.high == math.inf:
         return None, None
     safe = torch.where(usable, scale, torch.ones_like(scale))

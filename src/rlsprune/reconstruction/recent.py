@@ -1,4 +1,4 @@
-"""The inputs that a network in training has just seen, kept to refit it on."""
+"""The inputs that a network in training has just seen, kept for a refit."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rlsprune.training.batches import Sample, split
 
 __all__ = ["RecentInputs"]
 
-# Inputs that are kept, fewer where these would take more bytes than the second number.
+# Number of inputs that are kept; fewer if they would take more bytes than the second number.
 _INPUTS, _BYTES = 512, 2**27
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 class RecentInputs:
-    """What the last forwards that count were called with, at most so many inputs.
+    """The inputs of the last forwards that count, up to a limit.
 
     Args:
-        model: The network. It is watched by a hook, which compiled code skips.
-        counts: Whether a forward that the network is about to make counts.
+        model: The network. A hook watches it, which compiled code skips.
+        counts: A function that returns whether a forward of the network counts.
     """
 
     def __init__(self, model: nn.Module, counts: Callable[[nn.Module], bool]) -> None:
         self._calls: deque[ExampleInputs] = deque()
         self._odd = False
         self._counts = counts
-        # First of all: a copy of the network calls the user's own hooks again on what is kept.
+        # First of all hooks: a copy of the network calls the user's own hooks again on the kept inputs.
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)
 
     def clear(self) -> None:
@@ -49,10 +49,10 @@ class RecentInputs:
         self.clear()
 
     def calibration(self) -> Calibration:
-        """The inputs as something to refit on.
+        """Returns the inputs as a calibration for a refit.
 
         Raises:
-            ValueError: There are none, or the network was called with what cannot be taken a part of.
+            ValueError: There are no inputs, or the network was called with inputs that cannot be divided.
         """
         if not self._calls and self._odd:
             raise ValueError(
@@ -60,19 +60,19 @@ class RecentInputs:
             )
         if not self._calls:
             raise ValueError(
-                "none of its forwards was seen, as it is compiled, or its layers are called without calling it: "
-                "calibrate() with batches before an event"
+                "none of its forwards was seen, because it is compiled or its layers are called without calling it: "
+                "call calibrate() with batches before an event"
             )
         numbers = torch.split(torch.arange(sum(map(batch_size, self._calls))), list(map(batch_size, self._calls)))
         return Calibration.of(Sample([(call, None) for call in self._calls], list(numbers)))
 
     def observe(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before a forward of the network."""
+        """Keeps the inputs of a forward that the network is about to make, if it counts."""
         if not self._counts(model):
             return
         call = _call(model, args, kwargs)
         leaves = tree_leaves(call)
-        # Edges of a graph, or offsets into tokens, refer to other tensors: no part can be taken of such a call.
+        # Edges of a graph, or offsets into tokens, refer to other tensors: such a call cannot be divided.
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         if call is None or len(sizes) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             self._odd = True
@@ -86,10 +86,10 @@ class RecentInputs:
 
 
 def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExampleInputs | None:
-    """The arguments of a call, all by name where some are; None if others have no name."""
+    """Returns the arguments of a call, all by name if some are; None if the others cannot be named."""
     if not args or not kwargs:
         return kwargs or args
-    if len(model._forward_pre_hooks) > 1:  # those of the user may look at positional arguments
+    if len(model._forward_pre_hooks) > 1:  # the user's hooks may look at positional arguments
         return None
     names = list(inspect.signature(model.forward).parameters.values())[: len(args)]
     if len(names) < len(args) or any(name.kind is not name.POSITIONAL_OR_KEYWORD for name in names):
@@ -102,13 +102,13 @@ def _own(leaf: Any) -> Any:
 
 
 def _room(call: ExampleInputs) -> int:
-    """How many inputs such as these are kept."""
+    """Returns how many inputs like these are kept."""
     taken = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
     return max(1, min(_INPUTS, _BYTES * batch_size(call) // max(taken, 1)))
 
 
 class _Hook:
-    """Passes a network's inputs on to their keeper, which it holds weakly; a copy or a pickle of it is idle."""
+    """A hook that passes a network's inputs to their keeper, by a weak reference. Its copies and pickles do nothing."""
 
     def __init__(self, keeper: RecentInputs | None) -> None:
         self._keeper = None if keeper is None else weakref.ref(keeper)

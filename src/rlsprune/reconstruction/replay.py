@@ -1,4 +1,4 @@
-"""A network's forward over many batches at once, stopped at every layer, which can change before it acts."""
+"""Forwards of a network over many batches at once, which stop at every layer, so that it can change before it acts."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["Replay", "Stop"]
 
 @dataclass(frozen=True, eq=False)
 class Stop:
-    """Where a forward has stopped: at a call of a layer, or at the sum that its output goes into."""
+    """A stop of a forward: at a call of a layer, or at the sum that its output goes into."""
 
     site: Site
     product: Product
     """The call."""
     output: Tensor | None = None
-    """Of the layer, if the call was made."""
+    """The layer's output, if the call was made."""
     result: Tensor | None = None
-    """After batch norms and the sum, if they were computed."""
+    """The result after batch norms and the sum, if they were computed."""
     other: Tensor | None = None
     """The other summand."""
     padding: Tensor | None = None
-    """The call's ``attention_mask``: zero for tokens that fill up a sequence."""
+    """The call's ``attention_mask``, which is zero for padding tokens."""
 
     def places(self) -> Tensor | None:
-        """Places of the output that count; None for all."""
+        """Returns the places of the output that count; None for all."""
         counted = self.product.counted(self.padding)
         return None if counted is None else counted.nonzero().flatten().cpu()
 
@@ -47,11 +47,11 @@ class Replay:
     """The forwards of one network over several batches, in step.
 
     Args:
-        model: In evaluation mode.
-        sites: Where to stop, as `rlsprune.graph.sites` found them.
-        batches: What the network is called with.
-        ahead: Whether a forward stops before the layer acts. Its weights may then be changed: the layer acts with the
-            new ones. If not, it stops when the layer has acted, and what comes of it is known.
+        model: The network, in evaluation mode.
+        sites: Sites at which to stop, from `rlsprune.graph.sites`.
+        batches: Inputs of the network.
+        ahead: Whether a forward stops before the layer acts. Its weights may then be changed, and it acts with the new
+            ones. If not, the forward stops after the layer has acted, and its output is known.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Replay:
         self._stops = 0
 
     def advance(self, lanes: int) -> list[Stop]:
-        """Every forward goes on to its next stop, the first ``lanes`` of them; none at the end.
+        """Advances the first ``lanes`` forwards to their next stop, and returns the stops; none at the end.
 
-        Forwards that were not under way start here, and go through all earlier stops.
+        Forwards that have not started yet start here, and pass all earlier stops.
 
         Raises:
             ValueError: The forwards do not call the same layers in the same order.
@@ -78,20 +78,20 @@ class Replay:
         if (found and {stop.site.key for stop in found} != {found[0].site.key}) or 0 < len(found) < len(stops):
             names = sorted({stop.site.layer for stop in found})
             raise ValueError(
-                f"the network calls other layers for other inputs (here {', '.join(names)}): shrink needs the same "
-                "layers in the same order for every batch"
+                f"the network calls different layers for different inputs (here {', '.join(names)}): every batch must "
+                "call the same layers in the same order"
             )
         return found
 
     def close(self) -> None:
-        """Ends all forwards where they are."""
+        """Ends all forwards at their present stops."""
         for watch in self._watches:
             watch.lane.close()
 
 
 @contextmanager
 def closing(*replays: Replay) -> Iterator[None]:
-    """Ends them afterwards, whatever happens."""
+    """Closes the replays at the end, also after an error."""
     try:
         yield
     finally:
@@ -100,7 +100,7 @@ def closing(*replays: Replay) -> Iterator[None]:
 
 
 class _Forward(TorchFunctionMode):
-    """One forward: sees every function that the network calls."""
+    """One forward, which sees every function that the network calls."""
 
     def __init__(self, replay: Replay, batch: ExampleInputs, skip: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Forward(TorchFunctionMode):
         self._device = next(self._model.parameters()).device.type
         self._calls: Counter[str] = Counter()
         self._open: dict[int, tuple[Tensor, _Pending]] = {}
-        """id of a tensor on its way from a layer to a sum → the tensor, and what is to be done at the sum."""
+        """id of a tensor on its way from a layer to a sum → the tensor, and its layer's pending call."""
         self.lane: Lane[Stop] = Lane(self._forward)
 
     def _forward(self, lane: Lane[Stop]) -> None:
@@ -128,7 +128,7 @@ class _Forward(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":  # an attribute: nothing is computed
+        if getattr(func, "__name__", "") == "__get__":  # reads an attribute and computes nothing
             return func(*args, **kwargs)
         product = product_of(func, args, kwargs)
         if product is not None and id(product.weight) in self._names:
@@ -142,7 +142,7 @@ class _Forward(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The errand runs in another thread, which knows nothing of an autocast that the forward has entered.
+        # The errand runs in another thread, which has not entered the autocast of the forward.
         enabled, dtype = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
 
         def errand() -> Any:
@@ -169,7 +169,7 @@ class _Forward(TorchFunctionMode):
         return output
 
     def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pending: _Pending) -> Any:
-        """A batch norm, a dropout or another shape between the layer and the sum."""
+        """Runs a function between layer and sum, and tracks its result if it is a batch norm, dropout or reshape."""
         result = self._run(func, args, kwargs)
         carries = func is F.batch_norm or func in DROPOUTS or keeps_rows(func, args, result)
         if isinstance(result, Tensor) and (carries or result is args[0]):
@@ -205,4 +205,4 @@ class _Pending:
     product: Product
     output: Tensor
     calls: list[Callable[..., Tensor]]
-    """The layer's call and those of the batch norms behind it, to be made again."""
+    """The layer's call and those of the functions behind it, to be repeated."""

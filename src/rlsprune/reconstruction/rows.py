@@ -1,7 +1,7 @@
-"""Rows of a layer, with what it should make of them: a rank's own, or those of all ranks.
+"""Rows of a layer's inputs with their targets: a rank's own, or those of all ranks.
 
-A layer is refitted in three messages, however often it is solved: a few numbers, the rows, and the solution. With the
-rows of all ranks every rank works for some of the outputs, alone.
+The refit of a layer takes three messages, however often it is solved: a few numbers, the rows, and the solution. With
+the rows of all ranks, every rank solves for some of the outputs alone.
 """
 
 from __future__ import annotations
@@ -20,62 +20,62 @@ __all__ = ["FitRows", "Part", "count_rows", "gather_all"]
 
 
 class Part(NamedTuple):
-    """Some of a layer's groups, and of the outputs of each."""
+    """Some of a layer's groups, and some of the outputs of each."""
 
     groups: slice = slice(None)
     outputs: slice = slice(None)
 
     def of(self, weight: Tensor) -> Tensor:
-        """That part of a tensor ``(groups, …, outputs)``."""
+        """Returns this part of a tensor ``(groups, …, outputs)``."""
         return weight[self.groups, ..., self.outputs]
 
     @classmethod
     def sampled(cls, groups: int, outputs: int, most: int) -> Part:
-        """All groups, and evenly spaced outputs: about ``most`` in all, at least one of each group."""
+        """Samples all groups and evenly spaced outputs: about ``most`` in all, at least one of each group."""
         return cls(outputs=slice(None, None, -(-outputs // max(1, most // groups))))
 
     @classmethod
     def share(cls, groups: int, outputs: int, rank: int, size: int) -> Part:
-        """What one of several ranks works for."""
+        """Returns the part that one of several ranks solves for."""
         if groups >= size:
             return cls(groups=slice(groups * rank // size, groups * (rank + 1) // size))
         return cls(outputs=slice(outputs * rank // size, outputs * (rank + 1) // size))
 
 
 class FitRows(NamedTuple):
-    """Some rows of a layer's inputs and what it should make of them, by groups: ``(groups, m, …)``."""
+    """Some rows of a layer's inputs and their targets, by groups: ``(groups, m, …)``."""
 
     inputs: Tensor
-    """With a last 1 where the output can be shifted."""
+    """The inputs, with a last 1 if the outputs can be shifted."""
     targets: Tensor
     low: Tensor | None
-    """What the outputs are clipped to from below, of every row or, ``(groups, 1, …)``, of all; None for nothing."""
+    """Lower ends to which outputs are clipped, for each row, or for all of them ``(groups, 1, …)``; None for none."""
     high: Tensor | None
     pieces: list[int]
-    """How many rows are of each piece of the inputs."""
+    """Number of rows of each piece of the inputs."""
     ends_by_row: bool = False
-    """Whether every row is clipped to ends of its own."""
+    """Whether every row has its own ends."""
 
     def clipped(self, outputs: Tensor) -> Tensor:
-        """What is left of outputs."""
+        """Clips outputs."""
         return outputs if self.low is None or self.high is None else outputs.clamp(self.low, self.high)
 
     def errors(self, weight: Tensor) -> Tensor:
-        """The sum of the squared errors of the clipped outputs."""
+        """Returns the sum of the squared errors of the clipped outputs."""
         outputs = self.clipped(self.inputs @ weight.to(self.inputs))
         return exact((outputs - self.clipped(self.targets)).square().sum())
 
     def part(self, part: Part) -> FitRows:
-        """For some of the groups and outputs."""
+        """Returns the rows of some of the groups and outputs."""
         low, high = (None if end is None else part.of(end) for end in (self.low, self.high))
         return self._replace(inputs=self.inputs[part.groups], targets=part.of(self.targets), low=low, high=high)
 
     def records(self) -> Tensor:
-        """All that is known of each row, ``(m, …)``."""
+        """Packs all values of each row into a record, ``(m, …)``."""
         return torch.cat([tensor.movedim(0, 1).flatten(1) for tensor in self._by_row()], dim=1)
 
     def of_records(self, pieces: Sequence[Tensor]) -> FitRows:
-        """Such rows as these, of the records of each piece."""
+        """Unpacks rows like these from the records of each piece."""
         columns: list[Tensor] = []
         for tensor in self._by_row():
             shape = (tensor.shape[0], tensor.shape[2])
@@ -87,15 +87,15 @@ class FitRows(NamedTuple):
         return FitRows(inputs, targets, low, high, [len(piece) for piece in pieces], self.ends_by_row)
 
     def _by_row(self) -> list[Tensor]:
-        """The tensors that differ from row to row."""
+        """Returns the tensors that differ from row to row."""
         ends = (self.low, self.high) if self.ends_by_row else ()
         return [self.inputs, self.targets, *(end for end in ends if end is not None)]
 
 
 def count_rows(batches: Calibration, kinds: Sequence[FitRows], numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """How many rows of each kind every piece of every rank has, ``(ranks, kinds, pieces)``, and the sums of numbers.
+    """Counts the rows of each kind in every piece of every rank, ``(ranks, kinds, pieces)``, and sums ``numbers``.
 
-    One message.
+    Sends one message.
     """
     most = max(len(pieces) for pieces in batches.pieces)
     counts = numbers.new_zeros(len(kinds), most)
@@ -107,14 +107,14 @@ def count_rows(batches: Calibration, kinds: Sequence[FitRows], numbers: Tensor) 
 
 
 def gather_all(batches: Calibration, kinds: Sequence[FitRows], counts: Tensor) -> list[FitRows]:
-    """The rows of all ranks, of each kind, in the order in which one process would have them.
+    """Gathers the rows of all ranks, of each kind, in the order in which one process would have them.
 
-    One message; none for one process.
+    Sends one message, or none for one process.
 
     Args:
         batches: The inputs.
-        kinds: This rank's rows.
-        counts: How many rows every piece has, as `count_rows` says.
+        kinds: This rank's rows of each kind.
+        counts: Number of rows of every piece, from `count_rows`.
     """
     if batches.reduction.size == 1:
         return list(kinds)

@@ -1,4 +1,4 @@
-"""Networks that are trained already, made smaller in closed form."""
+"""Shrinking of trained networks in closed form."""
 
 from rlsprune.model.progress import Progress
 from rlsprune.shrinking.front import FrontPoint, Score, Shrunk

@@ -1,4 +1,4 @@
-"""A trained network made smaller at once: no labels, no training."""
+"""One cut of a trained network in closed form, without labels or training."""
 
 from __future__ import annotations
 
@@ -34,45 +34,45 @@ from rlsprune.statistics.rows import has_rows, input_rows, weight_matrix
 __all__ = ["RESOURCES", "ClosedForm", "CutPlan", "NothingToPruneError"]
 
 RESOURCES = ("params", "flops", "latency")
-"""What a network can be made small in."""
+"""The resources that a network can be shrunk in."""
 
-_MARGIN = 1.03  # times are measured anew by whoever checks them
-_MEASURED_STEPS = 6  # towards a target that is measured, or counted only when the network is cut
+_MARGIN = 1.03  # so that a target also holds when times are measured again
+_MEASURED_STEPS = 6  # bisection steps towards a target that is measured, or counted only on the cut network
 
 
 class NothingToPruneError(ValueError):
-    """A network of which nothing can go."""
+    """Raised if a network has nothing to prune."""
 
 
 class CutPlan(NamedTuple):
-    """How many units go."""
+    """The numbers of units that go, and why."""
 
     gone: Mapping[str, int]
-    """Name of a group → number of its units."""
+    """Name of a group → number of its units that go."""
     error: float
-    """What that is thought to cost: the sum of the groups' errors."""
+    """The estimated error of the cut: the sum of the groups' errors."""
     resource: str = "flops"
-    """What was to be saved."""
+    """The resource to save."""
     share: float = 0.0
-    """How much of it was to be left, as it is reckoned from the weights."""
+    """The share of the resource to keep, as estimated from the weights."""
     missed: float | None = None
-    """How much of it the smallest network has, if that is more than was to be left."""
+    """The share that the smallest network keeps, if that is more than the target; else None."""
 
 
 class ClosedForm:
-    """Cuts a network to any size and refits it to what it was.
+    """Cuts a network to any size and refits it to the outputs of the whole network.
 
-    Which units go is found once, by one look at the whole network. Each cut starts from the whole network again.
+    One pass over the whole network finds the order in which units go. Each cut starts from the whole network again.
 
     Args:
         model: The network. Its parameters stay the same objects.
         example_inputs: A single input.
         batches: Inputs to calibrate on.
         ignore: Names of layers that keep all their channels.
-        min_channels: What every layer keeps at least.
-        round_to: Layers keep a multiple of this many channels. None: 1, or for latency what is measured to be free.
+        min_channels: Least number of channels that every layer keeps.
+        round_to: Layers keep a multiple of this many channels. None: 1, or for latency one measured to cost no time.
         turn: Whether heads of attention are turned into their principal axes before dimensions of them go.
-        report: For a progress bar.
+        report: Function to report progress to.
 
     Raises:
         NothingToPruneError: Nothing can be cut.
@@ -94,7 +94,7 @@ class ClosedForm:
         self._least, self._round_to, self._free = min_channels, round_to, 1
         report("finding channels", 0, None)
         self.graph = find_groups(model, example_inputs, ignore)
-        """The channels that may go."""
+        """The groups of channels that may go."""
         if not self.graph.groups:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.graph.skipped.items())
             raise NothingToPruneError(f"the model has nothing to prune. {reasons}")
@@ -109,16 +109,16 @@ class ClosedForm:
         self._whole = bare_copy(model).eval()
         self._budget = Budget(model, example_inputs, {})
         self._start = Snapshot(model, copy=True)
-        # Of the whole network: plans are made while the model may be cut.
+        # Groups of the whole network, because plans are made while the model may be cut.
         self.whole_groups = [group for group in self.graph if group.size > 1]
         tensors = {what: self._budget.tensors_of(what) for what in ("params", "flops")}
         self._costs = {what: Costs(own, self.whole_groups) for what, own in tensors.items()}
-        """What is counted; latency is added when it is asked for."""
+        """Resource → its costs; latency is added on demand."""
         with evaluating(self._whole):
             sites = find_sites(self._whole, batches.calls[0])
             batches.reduction.agree("the layers that the network calls", list(sites))
             self.sites = batches.reduction.by_first(lambda: sites)
-            """The calls of its layers."""
+            """The calls of the network's layers."""
             choice = find_curves(
                 self._whole,
                 self.graph,
@@ -128,25 +128,26 @@ class ClosedForm:
                 lambda name, done, total: report(f"choosing: {name}", done, total),
             )
         self.curves = choice.curves
-        """Name of a group → which of its units go first, and what that costs."""
+        """Name of a group → the order in which its units go, and the costs."""
         self.shared = choice.shared
         """Name of a layer that is refitted to its own outputs → the autocorrelation of its inputs."""
         self.inconsistent: list[str] = []
-        """Names of the batch norms that compute something else in training mode; known after a cut."""
+        """Names of the batch norms that compute something else in training mode; known after `apply`."""
 
     @property
     def whole(self) -> nn.Module:
-        """A copy of the network as it was given."""
+        """Returns a copy of the network as it was given."""
         return self._whole
 
     def plan(self, target: Mapping[str, float]) -> CutPlan:
-        """The least harmful cut that reaches one of the targets, by what is counted.
+        """Plans the cut with the least error that reaches one of the targets.
 
-        If none can be reached, all goes that may; but nothing for a time, which so much may hardly change.
+        If none can be reached, all units go that may. For latency none go, because even such a cut may hardly change
+        it.
 
         Args:
             target: ``{"params": 0.3}``, ``{"flops": 0.5}`` or ``{"latency": 0.5}``: shares of the whole network; 0
-                for as small as can be.
+                for the smallest network possible.
         """
 
         def least() -> CutPlan:
@@ -156,9 +157,9 @@ class ClosedForm:
         return self._batches.reduction.by_first(least)
 
     def plan_share(self, what: str, share: float) -> CutPlan:
-        """The least harmful cut to a share of a resource, as it is reckoned from the weights.
+        """Plans the cut with the least error to a share of a resource, as estimated from the weights.
 
-        FLOPs and the time of a layer are taken to be proportional to its weights.
+        It assumes that FLOPs and the time of a layer are proportional to its weights.
         """
         return self._batches.reduction.by_first(lambda: self._plan_share(what, share))
 
@@ -176,7 +177,7 @@ class ClosedForm:
         return CutPlan(gone, error, what, share, missed)
 
     def apply(self, plan: CutPlan) -> None:
-        """The whole network, cut and refitted."""
+        """Turns the model into the whole network, cut and refitted."""
         kept = self.cut(plan)
         self._report("refitting", 0, None)
         with evaluating(self._model):
@@ -192,11 +193,11 @@ class ClosedForm:
         self.inconsistent = make_consistent(self._model, self._batches.calls, self._batches.reduction)
 
     def restore(self) -> None:
-        """The network as it was given."""
+        """Restores the network as it was given."""
         self._start.restore()
 
     def costs(self) -> dict[str, int]:
-        """Parameters and FLOPs of the network as it is."""
+        """Returns the present parameters and FLOPs of the network."""
         return self._budget.costs()
 
     # --- how much of each group ---------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ class ClosedForm:
         return smallest._replace(missed=left, gone={} if what == "latency" else smallest.gone)
 
     def _measured(self, plan: CutPlan) -> float:
-        """Cost of the network that the plan leaves, as a share of the whole one's."""
+        """Measures the cost of the network that the plan leaves, as a share of the whole network's cost."""
         self._report(f"measuring {plan.resource}", 0, None)
         self.cut(plan)
         share = self._relative(plan.resource)
@@ -232,7 +233,7 @@ class ClosedForm:
         return share
 
     def _times(self) -> dict[str, float]:
-        """Name of a parameter → seconds of the layer whose weight it is."""
+        """Measures the seconds of each layer, by the name of its weight; 0 for other parameters."""
         self._report("measuring layers", 0, None)
         names = {id(parameter): name for name, parameter in self._whole.named_parameters()}
         times = dict.fromkeys(names.values(), 0.0)
@@ -241,10 +242,9 @@ class ClosedForm:
         return times
 
     def _relative(self, what: str) -> float:
-        """Cost of the network as it is, as a share of the whole one's.
+        """Returns the present cost of the network, as a share of the whole network's cost.
 
-        Times are measured in turns, and are taken for a little longer than they were: the target is to hold when they
-        are measured again.
+        Times are measured in turns and scaled up a little, so that the target also holds when they are measured again.
         """
         if what != "latency":
             return self.costs()[what] / self._budget.original[what]
@@ -254,7 +254,11 @@ class ClosedForm:
     # --- the cut ------------------------------------------------------------------------------------------------------
 
     def cut(self, plan: CutPlan) -> dict[str, Tensor]:
-        """The whole network, cut and not refitted; returns which outputs each layer that lost any keeps."""
+        """Turns the model into the whole network, cut but not refitted.
+
+        Returns:
+            Name of a layer that lost outputs → the outputs that it keeps.
+        """
         self.restore()
         chosen = [
             (self.graph[name], sorted(self.curves[name].order[:count])) for name, count in plan.gone.items() if count
@@ -269,12 +273,12 @@ class ClosedForm:
         return cuts.outputs
 
     def _refit_shared(self, cuts: Cuts) -> None:
-        """Layers that are called several times are refitted to their own outputs, for the inputs of all calls."""
+        """Refits layers that are called several times to their own outputs, on the inputs of all calls."""
         for name, autocorrelation in self.shared.items():
             stay, layer = cuts.stay.get((name, "in")), self._model.get_submodule(name)
             if stay is None or not has_rows(layer):
                 continue
             gone = input_rows(layer, (~stay).nonzero()).flatten(1)
-            size = weight_matrix(layer).shape[1]  # without the shift that a batch norm could make
+            size = weight_matrix(layer).shape[1]  # leaves out the shift that a batch norm could make
             pairs = zip(autocorrelation[:, :size, :size], gone, strict=True)
             refit_layer(layer, [Autocorrelation(A).without(rows) for A, rows in pairs])

@@ -1,4 +1,4 @@
-"""The sizes that a network was brought to, how good it was at each, and the best of them."""
+"""The sizes that a network was cut to, its score at each, and the best of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlsprune.prune.snapshot import Snapshot
 __all__ = ["Front", "FrontPoint", "Score", "Shrunk"]
 
 Score = Callable[[nn.Module], float]
-"""How good a network is, higher is better. It is called with the network itself, to be left as it is."""
+"""A function that returns a network's score, higher is better. It must leave the network as it is."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class FrontPoint:
 
     params: int
     flops: int
-    """For one input."""
+    """FLOPs for one input."""
     score: float
-    """After recovery."""
+    """The score after recovery."""
     score_pruned: float
-    """Right after the cut, before any training."""
+    """The score right after the cut, before any training."""
     epochs: int
     """Epochs of recovery since the beginning."""
     seconds: float
-    """Since the beginning, without the time it took to score and to tell `on_point`."""
+    """Time since the beginning, without scoring and calls of `on_point`."""
     within: bool
     """Whether its score is within the allowed drop."""
 
@@ -61,11 +61,11 @@ class Shrunk:
     """
 
     model: nn.Module
-    """The network that was given, smaller."""
+    """The given network, now smaller."""
     chosen: FrontPoint
-    """Which point of the front it is."""
+    """The point of the front that the network is at."""
     front: tuple[FrontPoint, ...]
-    """The given network first, then the sizes that were tried, in the order in which they were."""
+    """The given network first, then the sizes in the order in which they were tried."""
 
     def __str__(self) -> str:
         first = self.front[0]
@@ -102,10 +102,10 @@ class Front:
         self.add()
 
     def check(self) -> None:
-        """Refuses a score that is the same for a network that always says the same.
+        """Checks that the score distinguishes the network from one whose weights are all zero.
 
         Raises:
-            ValueError: It is.
+            ValueError: The two scores are equal.
         """
         before = Snapshot(self._model, copy=True)
         try:
@@ -122,23 +122,23 @@ class Front:
             )
 
     def pruned(self) -> None:
-        """The network has just been cut."""
+        """Scores the network right after a cut."""
         self._score = self._score_pruned = self._scored()
 
     def trained(self) -> None:
-        """An epoch of recovery is over."""
+        """Scores the network after an epoch of recovery, and counts the epoch."""
         self.epochs += 1
         self._score = self._scored()
 
     def add(self) -> None:
-        """The network as it is now is a point of the front."""
+        """Adds the present network as a point of the front."""
         params, flops = count(self._model, self._example)
         seconds = time.perf_counter() - self._started
         first = self.points[0].score if self.points else self._score
         within = self._max_drop is None or self._score >= first - self._max_drop
         point = FrontPoint(params, flops, self._score, self._score_pruned, self.epochs, seconds, within)
         self.points.append(point)
-        if within:  # and so smaller than any before that was
+        if within:  # then it is smaller than all earlier ones that were
             self.chosen = point
             self._best = Snapshot(self._model, copy=True)
         if self._on_point is not None:
@@ -146,12 +146,12 @@ class Front:
                 self._on_point(point, self._model)
 
     def restore(self) -> None:
-        """Whatever happened: the smallest network that was good enough."""
+        """Restores the smallest network whose score was within the allowed drop."""
         self._best.restore()
 
     @property
     def recovered(self) -> bool:
-        """Whether the score is back where it was at the beginning."""
+        """Whether the score is at least that of the given network."""
         return self._score >= self.points[0].score
 
     def _scored(self) -> float:
@@ -160,7 +160,7 @@ class Front:
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """What happens inside is taken out of the time that counts."""
+        """Excludes what happens inside from the counted time."""
         before = time.perf_counter()
         try:
             yield

@@ -1,8 +1,8 @@
 """Heads of attention turned into their principal axes: the same function, with the dimensions in order of importance.
 
-Scores depend on queries and keys through their product alone, and outputs on values and the output projection likewise.
-So each head has a basis of its own choice. In that of the singular vectors the first dimensions say most, and what is
-cut off is as little as any projection to so many dimensions could lose.
+Scores depend on queries and keys only through their product, and outputs likewise on values and the output projection.
+So the basis of each head can be chosen freely. In that of the singular vectors the first dimensions matter most, and
+cutting off the last ones loses as little as any projection to so many dimensions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlsprune.reconstruction.calibration import Calibration, Reduction
 
 __all__ = ["Moments", "head_moments", "product_moments", "turn_heads"]
 
-_RIDGE = 1e-4  # of the mean of a diagonal
-_SAME = 1e-3  # of the outputs: what a turn may change by rounding
+_RIDGE = 1e-4  # share of the mean of a diagonal
+_SAME = 1e-3  # relative change of the outputs that rounding may cause in a turn
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Moments:
     """``Σ x``, (heads, width)."""
 
     def add(self, rows: Tensor) -> None:
-        """Rows of ``(m, heads, width)``."""
+        """Adds rows ``(m, heads, width)``."""
         by_head = exact(rows).movedim(1, 0)
         square, total = by_head.mT @ by_head, by_head.sum(1)
         self.square = square if self.square is None else self.square + square
@@ -48,7 +48,7 @@ class Moments:
         self.count += len(rows)
 
     def second(self, *, centred: bool) -> Tensor | None:
-        """Second moments, or covariances; a little is added to the diagonal."""
+        """Returns second moments, or covariances, with a little added to the diagonal; None if there are no rows."""
         if self.square is None or self.total is None or not self.count:
             return None
         result = self.square / self.count
@@ -63,12 +63,12 @@ class Moments:
 class _Wanted:
     index: Tensor
     made: bool
-    """Of the layer's outputs, not its inputs."""
+    """Whether the channels are the layer's outputs, not its inputs."""
     moments: Moments = field(default_factory=Moments)
 
 
 class _MomentsWatch(TorchFunctionMode):
-    """Adds up the moments of what layers make and read."""
+    """A watch that sums the moments of the outputs and inputs of layers."""
 
     def __init__(self, wanted: Mapping[int, list[_Wanted]], padding: Tensor | None) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _MomentsWatch(TorchFunctionMode):
 
 
 def head_moments(model: nn.Module, members: Sequence[Member], batches: Calibration) -> list[Moments]:
-    """Moments of the given channels, ``(heads × width)`` of each member, over inputs of the network."""
+    """Returns the moments of each member's channels, ``(heads × width)``, over inputs of the network."""
     wanted: dict[int, list[_Wanted]] = {}
     found = []
     for member in members:
@@ -107,7 +107,7 @@ def head_moments(model: nn.Module, members: Sequence[Member], batches: Calibrati
 
 
 def _summed(moments: Sequence[Moments], reduction: Reduction) -> list[Moments]:
-    """Those of all ranks, in one message."""
+    """Returns the moments summed over all ranks, in one message."""
     known = [own for own in moments if own.square is not None and own.total is not None]
     parts = [part for own in known for part in (own.square, own.total, torch.tensor(float(own.count)))]
     sums = reduction.sums(*(part for part in parts if part is not None)) if known else []
@@ -120,7 +120,7 @@ def _summed(moments: Sequence[Moments], reduction: Reduction) -> list[Moments]:
 def product_moments(
     model: nn.Module, groups: Sequence[Group], batches: Calibration
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name of a group of dimensions → second moments of its queries, and covariances of its keys, of each head.
+    """Returns for each group of dimensions the second moments of its queries and covariances of its keys, by head.
 
     A score that is the same for all keys changes nothing, so the mean of the keys does not count.
     """
@@ -137,15 +137,15 @@ def product_moments(
 
 @torch.no_grad()
 def turn_heads(model: nn.Module, groups: Sequence[Group], batches: Calibration) -> list[str]:
-    """Turns every head whose dimensions can go; one whose outputs would change is left as it is.
+    """Turns every head whose dimensions can go, unless that would change the network's outputs.
 
     Args:
-        model: In evaluation mode.
-        groups: Of the network.
+        model: The network, in evaluation mode.
+        groups: The groups of the network.
         batches: Inputs to find the axes on.
 
     Returns:
-        Names of the groups whose dimensions are principal axes now.
+        Names of the groups whose dimensions are now principal axes.
     """
     inside = [group for group in groups if group.level == 2 and group.attention is not None]
     if not inside:
@@ -173,7 +173,7 @@ def turn_heads(model: nn.Module, groups: Sequence[Group], batches: Calibration) 
         if len(group.consumers) == 1 and (own := read[id(group.consumers[0])].second(centred=True)) is not None:
             done = _turn_values(group, own) or done
         if done:
-            reduction.align([tensor.data for tensor, _ in saved.values()])  # an axis has no sign of its own
+            reduction.align([tensor.data for tensor, _ in saved.values()])  # the signs of axes are arbitrary
         if done and not all(reduction.gather(_alike(before, _outputs(model, first)))):
             for tensor, data in saved.values():
                 replace_data(tensor, data)
@@ -184,7 +184,7 @@ def turn_heads(model: nn.Module, groups: Sequence[Group], batches: Calibration) 
 
 
 def _turn_products(group: Group, queries: Tensor, keys: Tensor) -> None:
-    """``q A`` and ``k B`` with ``A Bᵀ = I``, whose second moments are both the singular values."""
+    """Turns queries to ``q A``, keys to ``k B`` with ``A Bᵀ = I``. Both second moments become the singular values."""
     ((query, key),) = group.products
     heads, places = _distinct(key.index.T)
     total = torch.zeros(len(heads), *queries.shape[1:]).to(queries).index_add_(0, places.to(queries.device), queries)
@@ -199,7 +199,7 @@ def _turn_products(group: Group, queries: Tensor, keys: Tensor) -> None:
 
 
 def _turn_values(group: Group, covariance: Tensor) -> bool:
-    """``v R``, and the columns that read them by ``R⁻ᵀ``, ordered by what they add to the output."""
+    """Turns values into ``v R``, and the columns that read them by ``R⁻ᵀ``, ordered by their part in the output."""
     reader = group.consumers[0]
     values = [member for member in group.producers if member.index.shape[1] and _is_value(member, group)]
     slabs = axis_of(reader.module, "in").slabs
@@ -212,7 +212,7 @@ def _turn_values(group: Group, covariance: Tensor) -> bool:
     weight = reader.module._parameters[slabs[0].tensor]
     assert weight is not None
     by_head = exact(weight.detach()).movedim(slabs[0].dim, 1)[:, columns].movedim(1, 0)  # (query heads, outputs, dims)
-    # Columns of one unit come in order, so those of the queries that share a value lie together.
+    # Columns of one unit are in order, so those of the queries that share a value are adjacent.
     places = torch.arange(len(columns)) // each
     shape = (len(channels), *covariance.shape[1:])
     total = torch.zeros(shape).to(covariance).index_add_(0, places.to(covariance.device), covariance)
@@ -239,7 +239,7 @@ def _is_value(member: Member, group: Group) -> bool:
 
 
 def _map_rows(member: Member, channels: Tensor, matrices: Tensor) -> None:
-    """``x M`` instead of the channels x of each head, by the weights and biases that make them."""
+    """Replaces the channels x of each head by ``x M``, in the weights and biases that make them."""
     for slab in axis_of(member.module, member.side).slabs:
         tensor = member.module._parameters.get(slab.tensor)
         if tensor is None:
@@ -256,14 +256,14 @@ def _map_rows(member: Member, channels: Tensor, matrices: Tensor) -> None:
 
 
 def _tensors(member: Member) -> list[nn.Parameter]:
-    """All parameters that a member's channels lie in."""
+    """Returns all parameters that contain a member's channels."""
     slabs = axis_of(member.module, member.side).slabs if member.dim is None else ()
     found = [member.module._parameters.get(slab.tensor) for slab in slabs]
     return [tensor for tensor in found if tensor is not None]
 
 
 def _weight_of(member: Member) -> tuple[nn.Parameter | None, int]:
-    """The weight that has all of a member's channels, and the number of its first."""
+    """Returns the weight that has all of a member's channels, and the number of its first channel."""
     for slab in axis_of(member.module, member.side).slabs:
         weight = member.module._parameters.get(slab.tensor)
         if weight is not None and slab.tensor.endswith("weight"):
@@ -274,7 +274,7 @@ def _weight_of(member: Member) -> tuple[nn.Parameter | None, int]:
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Different rows, and which of them each row is."""
+    """Returns the distinct rows, and for each row the index of its distinct one."""
     distinct, places = torch.unique(rows, dim=0, return_inverse=True)
     return distinct, places
 

@@ -24,7 +24,7 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """Training after a cut. Of several ranks, each with its own batches; their gradients are averaged."""
+    """Training after a cut. Several ranks train on their own batches each, and average their gradients."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Recovery:
                 optimizer.close()
 
     def _average_gradients(self) -> None:
-        """Over the ranks: one message per dtype."""
+        """Averages the gradients over the ranks, with one message per dtype."""
         if self._ranks is None:
             return
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
@@ -92,7 +92,7 @@ class Recovery:
                 gradient.copy_(mean.view_as(gradient))
 
     def _aligned(self, loss: float) -> float:
-        """The mean loss of the ranks, whose buffers become rank 0's."""
+        """Returns the mean loss of the ranks, and broadcasts rank 0's buffers."""
         if self._ranks is None:
             return loss
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How small a trained network gets: at once in closed form, by a search, or in rounds with training between."""
+"""Shrinks a trained network: at once in closed form, by a search, or in rounds with training between."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from rlsprune.training.objective import Objective
 
 __all__ = ["shrink"]
 
-_ROUND = 0.3  # of what is left goes in a round of a search with training
-_SEARCH_STEPS = 6  # sizes that a limit on the drop is searched with, after the smallest
+_ROUND = 0.3  # share of the remaining cost that goes in a round of a search with training
+_SEARCH_STEPS = 6  # sizes tried in a search with max_drop, after the smallest
 
 
 def shrink(
@@ -72,37 +72,37 @@ def shrink(
             Inputs may be a tensor, a tuple of arguments or a dict of them; several inputs without targets come as a
             dict or as ``((one, other), None)``. Let a ``DataLoader`` shuffle: its first ``calibration`` inputs count.
         target: The fraction of the given network to end at: ``{"params": 0.1}``, ``{"flops": 0.25}`` or
-            ``{"latency": 0.5}``. With ``max_drop``, a name alone says what to make small: ``"params"``,
-            ``"flops"`` (as None does) or ``"latency"``.
-        max_drop: How much the score may fall, in its own unit; the result is the smallest network within that. With
+            ``{"latency": 0.5}``. With ``max_drop``, it may be only the name of the resource to shrink: ``"params"``,
+            ``"flops"`` (the same as None) or ``"latency"``.
+        max_drop: Largest allowed drop of the score, in its own unit; the result is the smallest network within it. With
             fractions as target, it is never smaller than these.
         valid: Batches to measure the score on; None for those that the layers are refitted on.
         loss: The loss of recovery, from outputs and targets. None: without targets, the distance of the outputs
             from the given network's (Kullback-Leibler divergence of class scores, else the squared difference over the
             variance); with class labels, four fifths of that and a fifth of the cross-entropy; with other targets, the
-            mean squared error; and the network's own ``loss`` if it returns another one for a dict's ``labels``, as
+            mean squared error; and the network's own ``loss`` if it returns a different one for a dict's ``labels``, as
             causal language models do.
         score: A function from a network to a number, higher is better; it must not change the network. None: accuracy
             in percent for class labels; without targets, the percentage of inputs whose class is the given network's,
-            if its outputs look like class scores; else, and where the network has its own loss, minus the loss.
-        recovery_epochs: At most so many epochs of training after each cut; 0 for no training.
+            if its outputs look like class scores; else, or if the network has its own loss, minus the loss.
+        recovery_epochs: Largest number of epochs of training after each cut; 0 for no training.
         optimizer: A function from the network to the optimizer of a round; None for ``RLS(model, lr=0.1)``.
-        ratio: With recovery, the share of the targeted cost that a round removes. None: all down to the target at once,
-            or 0.3 with ``max_drop``.
+        ratio: Share of the targeted cost that a round with recovery removes. None: all down to the target at once, or
+            0.3 with ``max_drop``.
         ignore: Names of layers that keep all their channels.
-        min_channels: How many channels every layer keeps at least.
+        min_channels: Least number of channels that every layer keeps.
         round_to: Layers keep a multiple of this many channels. None: 1, or with a target of latency the multiple that
             is measured to cost no time.
-        calibration: How many inputs choose the channels and refit the layers.
+        calibration: Number of inputs that choose the channels and refit the layers.
         on_point: Called with each point and the network at that point.
         on_progress: Called with the current stage, as in ``("refitting: layer1.0.conv1", 3, 21)`` or
             ``("round 2, recovery epoch 1 of 2", 57, 469)``. None: a line on the terminal, if there is one.
         process_group: The processes that shrink the network together: all of them call this, each with its own share of
-            ``batches`` and ``valid``, and all get the same network. None: that of the model's wrapper, else
+            ``batches`` and ``valid``, and all get the same network. None: the group of the model's wrapper, else
             the default group, if there is one.
 
     Returns:
-        The network and the front. With ``max_drop`` the network is the smallest within it, else the last.
+        The network and the front. With ``max_drop`` it is the smallest network within the drop, else the last.
 
     Raises:
         ValueError: Neither target nor max_drop is given, there is no batch, batches is an iterator that ends after one
@@ -176,11 +176,11 @@ def shrink(
 
 
 def _find_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[Ranks | None, Reduction]:
-    """The processes that shrink together, which have the same network.
+    """Finds the processes that shrink together, and checks that they have the same network.
 
     Raises:
-        DisagreementError: They have not.
-        ValueError: The network is divided over them.
+        DisagreementError: The processes have different networks.
+        ValueError: The network is divided over the processes.
     """
     divided = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if divided is not None:
@@ -212,7 +212,7 @@ def _check_single(model: nn.Module, example: ExampleInputs) -> None:
 
 
 def _goal(target: Mapping[str, float] | str | None, max_drop: float | None) -> dict[str, float]:
-    """What to make small, and the share of it to end at; 0 for as small as can be."""
+    """Returns for each resource to shrink the share to end at; 0 for the smallest possible."""
     known = f"fractions of {', '.join(RESOURCES)}; with max_drop, also one of these names alone"
     if max_drop is None and (target is None or isinstance(target, str)):
         raise ValueError(
@@ -230,7 +230,7 @@ def _goal(target: Mapping[str, float] | str | None, max_drop: float | None) -> d
 
 
 class _Cutter:
-    """Cuts and refits the network as it is."""
+    """Makes closed forms of the network as it is."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _Cutter:
         self._ignore, self._min_channels, self._round_to = ignore, min_channels, round_to
 
     def look(self, stage: str = "") -> ClosedForm:
-        """From the network as it is now."""
+        """Returns the closed form of the present network."""
 
         def report(what: str, done: int, total: int | None) -> None:
             self._tell(f"{stage}{what}", done, total)
@@ -263,7 +263,7 @@ class _Cutter:
 
 
 def _at_once(front: Front, cutter: _Cutter, goal: Mapping[str, float], max_drop: float | None) -> None:
-    """Closed form: one cut, or a search by halving for the smallest network within the drop."""
+    """Shrinks in closed form: by one cut, or by a bisection for the smallest network within the drop."""
     form = cutter.look()
 
     def attempt(plan: CutPlan) -> bool:
@@ -288,7 +288,7 @@ def _at_once(front: Front, cutter: _Cutter, goal: Mapping[str, float], max_drop:
 
 
 def _tell_missed(plan: CutPlan, goal: Mapping[str, float], kept: float) -> None:
-    """Warns of a target that no network reaches; ``kept`` is the share of the given network that was planned from."""
+    """Warns of a target that no cut reaches; ``kept`` is the share of the given network that the plan started from."""
     if plan.missed is None or not goal[plan.resource]:
         return
     spared = "" if plan.gone else ", and nothing was cut for that"
@@ -301,20 +301,20 @@ def _tell_missed(plan: CutPlan, goal: Mapping[str, float], kept: float) -> None:
 
 
 def _tell_inconsistent(form: ClosedForm) -> None:
-    """Warns of batch norms that training would move the network by."""
+    """Warns of batch norms through which training would change the network's outputs."""
     if form.inconsistent:
         named = ", ".join(map(repr, form.inconsistent))
         warnings.warn(
             "batch norms have no scale and shift of their own, or are called several times: "
-            f"{named}. They were left alone, so training mode computes other outputs than evaluation mode. Before you "
-            "train the network, set these modules to eval()",
+            f"{named}. They were left alone, so training mode and evaluation mode compute different outputs. Before "
+            "you train the network, set these modules to eval()",
             stacklevel=4,
         )
 
 
 def _in_rounds(front: Front, cutter: _Cutter, recovery: Recovery, goal: Mapping[str, float], ratio: float) -> None:
-    """Cut, train, look; again."""
-    kept = dict.fromkeys(goal, 1.0)  # of the given network, by what was aimed at so far
+    """Shrinks in rounds: cuts, trains and scores, until the target is reached or the score has dropped too far."""
+    kept = dict.fromkeys(goal, 1.0)  # shares of the given network that the cuts so far have aimed at
     while front.points[-1].within:
         name = f"round {len(front.points)}"
         try:

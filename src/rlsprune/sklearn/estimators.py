@@ -34,12 +34,12 @@ from rlsprune.sklearn.training import (
 
 __all__ = ["PrunedClassifier", "PrunedRegressor"]
 
-_PRUNING = 0.7  # the share of the epochs in which prunes may come
-_ANYTHING = 1e9  # a tolerance
+_PRUNING = 0.7  # the share of the epochs in which prunes may happen
+_ANYTHING = 1e9  # a tolerance that accepts any loss
 
 
 class _PrunedNetwork(BaseEstimator):
-    """What `PrunedClassifier` and `PrunedRegressor` share."""
+    """The common base of `PrunedClassifier` and `PrunedRegressor`."""
 
     def __init__(
         self,
@@ -63,14 +63,13 @@ class _PrunedNetwork(BaseEstimator):
             hidden_layer_sizes: Widths of the hidden layers before pruning.
             target: Pruning ends at this share of the parameters. None prunes input features only, and only if
                 `n_features` is given.
-            n_features: How many input features to keep, as a count or a share, at any cost; None leaves it to
-                the loss.
-            epochs: Training epochs in all.
+            n_features: Number or share of input features to keep, whatever the loss; None leaves it to the loss.
+            epochs: Total number of training epochs.
             ratio: ξ, the largest share of a layer that one event removes.
-            tolerance: How far the held-out loss may lie above its minimum and still count as recovered, as a share of
+            tolerance: Distance above its minimum at which the held-out loss still counts as recovered, as a share of
                 the loss of guessing.
-            patience: After this many epochs without recovery the last prune is undone.
-            validation_fraction: The share of the rows that is held out to tell whether the network has recovered.
+            patience: Number of epochs without recovery after which the last prune is undone.
+            validation_fraction: The share of the rows that is held out to check whether the network has recovered.
             lr: η, the learning rate of RLS.
             weight_decay: The weight decay of RLS.
             batch_size: Rows per step. None takes a twentieth of the rows, and at least 32.
@@ -95,7 +94,9 @@ class _PrunedNetwork(BaseEstimator):
         share, wanted = self.validation_fraction, feature_count("n_features", self.n_features, X.shape[1], None)
         check_argument("validation_fraction", share, 0 < share < 1, "in (0, 1)")
         count = max(1, round(share * len(X)))
-        check_argument("validation_fraction", share, count < len(X), f"less, to leave some of {len(X)} rows to learn")
+        check_argument(
+            "validation_fraction", share, count < len(X), f"less, to leave some of {len(X)} rows to train on"
+        )
         table = torch.tensor(X)
         scaling = Scaling.of(table)
         inputs = scaling.scaled(table).float()
@@ -115,9 +116,9 @@ class _PrunedNetwork(BaseEstimator):
                     pruner.stop()
                 with torch.no_grad():
                     held_out = float(loss(network.eval()(inputs[held]), targets[held]).mean())
-                # A loss near zero that doubles is still near zero: the tolerance is of what there is to learn.
+                # A loss near zero that doubles is still near zero, so the tolerance is a share of the guessing loss.
                 pruner.step(guessing + held_out)
-                if epoch == self._last_prune:  # too few epochs, perhaps, for all the prunes that it takes
+                if epoch == self._last_prune:  # the epochs may have been too few for all the prunes needed
                     while layer.weight.shape[1] > (wanted or X.shape[1]):
                         pruner.calibrate([inputs[own]])
                         if pruner.prune() is None:
@@ -143,11 +144,11 @@ class _PrunedNetwork(BaseEstimator):
         warmup, columns, ratio = max(1, self.epochs // 8), inputs.shape[1], self.ratio
         if wanted is not None and wanted < columns:
             target["inputs"] = wanted
-            events = 0.7 * max(1, self._last_prune - warmup)  # some take less than their share
+            events = 0.7 * max(1, self._last_prune - warmup)  # some events remove less than their share
             ratio = min(0.9, max(ratio, 1 - (wanted / columns) ** (1 / events)))
         if not target:
             return None
-        met = "inputs" in target  # a number that is asked for is met, whatever it costs
+        met = "inputs" in target  # a requested number of features is met, whatever the loss
         return Pruner(
             network,
             optimizer,
@@ -162,7 +163,7 @@ class _PrunedNetwork(BaseEstimator):
 
     @property
     def _last_prune(self) -> int:
-        """The network settles after that epoch."""
+        """Returns the last epoch with prunes; after it the network settles."""
         return math.ceil(_PRUNING * self.epochs)
 
     def _outputs(self, X: Any) -> FloatArray:
@@ -179,7 +180,7 @@ class PrunedClassifier(ClassifierMixin, _PrunedNetwork):
     Attributes:
         classes_: The class labels.
         model_: The small network, in float64. It maps unscaled rows to a score for each class.
-        support_: A mask of the input features that it reads.
+        support_: A mask of the input features that the network reads.
         n_parameters_: The number of its parameters.
 
     Examples:
@@ -201,17 +202,17 @@ class PrunedClassifier(ClassifierMixin, _PrunedNetwork):
         return self
 
     def decision_function(self, X: Any) -> FloatArray:
-        """A score for each class; with two classes, the lead of the second."""
+        """Returns a score for each class; with two classes, the score of the second minus that of the first."""
         outputs = self._outputs(X)
         return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
 
     def predict_proba(self, X: Any) -> FloatArray:
-        """The probability of each class."""
+        """Returns the probability of each class."""
         probabilities: FloatArray = torch.from_numpy(self._outputs(X)).softmax(1).numpy()
         return probabilities
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
-        """The most likely class of each row."""
+        """Returns the most likely class of each row."""
         numbers = self._outputs(X).argmax(1)
         chosen: npt.NDArray[Any] = self.classes_[numbers]
         return chosen
@@ -221,8 +222,8 @@ class PrunedRegressor(RegressorMixin, _PrunedNetwork):
     """A fully-connected regressor that gets smaller while it learns.
 
     Attributes:
-        model_: The small network, in float64. It maps unscaled rows to the number.
-        support_: A mask of the input features that it reads.
+        model_: The small network, in float64. It maps unscaled rows to numbers.
+        support_: A mask of the input features that the network reads.
         n_parameters_: The number of its parameters.
 
     Examples:
@@ -246,5 +247,5 @@ class PrunedRegressor(RegressorMixin, _PrunedNetwork):
         return self
 
     def predict(self, X: Any) -> FloatArray:
-        """The number of each row."""
+        """Returns the predicted number of each row."""
         return self._outputs(X)[:, 0]

@@ -1,4 +1,4 @@
-"""Selects features by taking away the ones that held-out rows miss least."""
+"""Selects features by removing those whose removal raises the held-out loss least."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from rlsprune.sklearn.training import (
 
 __all__ = ["FeatureSelector"]
 
-_FEW_CLASSES = 20  # so many different whole numbers are always taken for classes
+_FEW_CLASSES = 20  # up to so many different whole numbers always count as classes
 
 
 class FeatureSelector(SelectorMixin, BaseEstimator):
     """Selects the features that small networks need.
 
-    Trains a small network on each of several folds. Removes the feature whose removal costs the held-out rows of all
-    folds least, after a refit of the other features. Trains the networks for a few more epochs,
-    and repeats until one feature is left. ``"auto"`` keeps the fewest features whose held-out loss is within one
-    standard error of the best.
+    It trains a small network on each of several folds. It removes features one by one, always the one whose removal
+    raises the held-out loss of all folds least after a refit of the other features. Then it trains the networks for a
+    few more epochs, and repeats until one feature is left. ``"auto"`` keeps the fewest features whose held-out loss is
+    within one standard error of the best.
 
     Args:
-        n_features_to_select: How many features to keep: a count, a share of them, or ``"auto"``.
+        n_features_to_select: Features to keep: a count, a share of them, or ``"auto"``.
         task: ``"classification"``, ``"regression"``, or ``"auto"``, which decides by the targets. More than 20
-            different numbers mean regression; integers that stand for two rows each on average mean classes.
+            different numbers mean regression, but integers with two rows each or more on average mean classes.
         hidden_layer_sizes: Widths of the networks' hidden layers.
         step: The share of the features that is removed between two trainings, at least one feature.
-        folds: How many networks to train.
+        folds: Number of networks to train.
         epochs: Epochs of the first training.
         recovery_epochs: Epochs of training after each step.
         lr: η, the learning rate of RLS. It falls to zero in each training.
@@ -62,7 +62,7 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
         support_: A mask of the selected features.
         ranking_: 1 for the selected features, 2 for the one that was removed last, and so on.
         order_: All features, the most important first.
-        n_features_: How many features are selected.
+        n_features_: The number of selected features.
         held_out_loss_: Number of features → mean held-out loss and its standard error, for every size at which the
             networks were trained.
 
@@ -102,7 +102,7 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Ranks the features of a table ``(rows, features)`` by how much a target ``(rows,)`` needs them."""
+        """Ranks the features of a table ``(rows, features)`` by their importance for a target ``(rows,)``."""
         check_argument("folds", self.folds, self.folds >= 2, "at least 2")
         check_argument("step", self.step, 0 < self.step < 1, "in (0, 1)")
         kinds = ("auto", "classification", "regression")
@@ -169,7 +169,7 @@ class FeatureSelector(SelectorMixin, BaseEstimator):
 
 
 def _class_folds(numbers: npt.NDArray[Any], folds: int, seed: int) -> Iterator[tuple[Any, Any]]:
-    """Each class in proportion, where there are enough of each."""
+    """Splits rows into folds, with all classes in proportion if each has at least two rows."""
     rarest = int(np.bincount(numbers).min())
     kind: Callable[..., Any] = StratifiedKFold if rarest >= 2 else KFold
     count = min(folds, rarest if rarest >= 2 else len(numbers))
@@ -178,7 +178,7 @@ def _class_folds(numbers: npt.NDArray[Any], folds: int, seed: int) -> Iterator[t
 
 
 def _looks_like(y: npt.NDArray[Any]) -> str:
-    """Numbers are amounts if they have fractions, or if there are too many different ones for classes."""
+    """Returns "regression" if numbers have fractions or there are too many different ones, else "classification"."""
     count = len(np.unique(y))
     many = count > _FEW_CLASSES and (y.dtype.kind == "f" or (y.dtype.kind in "ui" and 2 * count > len(y)))
     return "regression" if many or type_of_target(y, input_name="y").startswith("continuous") else "classification"

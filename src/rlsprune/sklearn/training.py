@@ -1,4 +1,4 @@
-"""What the estimators share: small networks and their training by RLS."""
+"""Small networks and their training by RLS, for all estimators."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LEAST_BATCH, _MOST_BATCHES = 32, 20
 
 
 def make_network(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
-    """A fully-connected network with ReLU."""
+    """Makes a fully-connected network with ReLU."""
     widths = [inputs, *hidden]
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
@@ -78,18 +78,18 @@ def train_epochs(
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each row, for classes."""
+    """Returns the loss of each row, for classes."""
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each row, for numbers."""
+    """Returns the loss of each row, for numbers."""
     return (outputs - targets).square().mean(-1)
 
 
 @contextmanager
 def seeded(random_state: int | np.random.RandomState | None) -> Iterator[int]:
-    """Seeds torch inside, puts the caller's random state back at the end, and yields the seed."""
+    """Seeds torch inside, restores the caller's random state at the end, and yields the seed."""
     seed = int(check_random_state(random_state).randint(2**31 - 1))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def seeded(random_state: int | np.random.RandomState | None) -> Iterator[int]:
 
 
 def class_numbers(y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The classes, and the number of each row's class.
+    """Returns the classes, and the number of each row's class.
 
     Raises:
         ValueError: There are fewer than two classes.
@@ -110,7 +110,7 @@ def class_numbers(y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[An
 
 
 def feature_count(name: str, asked: Any, columns: int, automatic: str | None) -> int | None:
-    """How many of the columns an argument asks for: a count, a share of them, or None for as many as are needed."""
+    """Returns the number of columns that an argument (a count or a share) asks for; None if it leaves that open."""
     if asked == automatic:
         return None
     share = isinstance(asked, float) and 0 < asked <= 1
@@ -120,8 +120,8 @@ def feature_count(name: str, asked: Any, columns: int, automatic: str | None) ->
 
 
 def check_training(hidden: Sequence[int], epochs: int, batch_size: int | None) -> None:
-    """Refuses sizes and counts that are not positive whole numbers."""
+    """Raises ValueError unless sizes and counts are positive whole numbers."""
     sizes = isinstance(hidden, Sequence | np.ndarray) and all(map(is_count, hidden))
-    check_argument("hidden_layer_sizes", hidden, sizes, "a size for each hidden layer, (32,) say")
+    check_argument("hidden_layer_sizes", hidden, sizes, "a size for each hidden layer, such as (32,)")
     check_argument("epochs", epochs, is_count(epochs), "at least 1")
     check_argument("batch_size", batch_size, batch_size is None or is_count(batch_size), "None or at least 1")

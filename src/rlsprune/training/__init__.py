@@ -1,1 +1,1 @@
-"""Training a network: one epoch, faults, the average of the weights, and batches as users have them."""
+"""Training of a network: one epoch, numerical faults, the average of the weights, and batches as users have them."""

@@ -14,15 +14,15 @@ __all__ = ["MovingAverage"]
 
 
 class MovingAverage:
-    """A copy of a network whose weights are the mean of the recent ones, and so are its batch norms' statistics.
+    """A copy of a network with a moving average of its weights and of its batch norms' statistics.
 
-    As torch's ``AveragedModel``, but no step makes the host wait for an accelerator, buffers other than statistics are
-    copied, and early in a run it reaches back a third of the way at most, so that it soon leaves the initial weights
-    behind.
+    It differs from torch's ``AveragedModel``: no step makes the host wait for an accelerator, and buffers other than
+    statistics are copied. Early in a run it averages over at most a third of the steps so far, so that it soon forgets
+    the initial weights.
 
     Args:
         model: The network.
-        steps: How far back it reaches: a step counts 1/e as much after so many more.
+        steps: Time constant: the weight of a step falls to 1/e after so many more.
     """
 
     def __init__(self, model: nn.Module, steps: float) -> None:
@@ -32,7 +32,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Adds the network's present weights to the average. Network and copy have the same shape."""
+        """Adds the network's present weights to the average. Network and copy must have the same shape."""
         share = max(1 / self._steps, 3 / (3 + self._taken))
         torch._foreach_lerp_(_averaged(self.network), _averaged(model), share)
         for mine, current in zip(_copied(self.network), _copied(model), strict=True):
@@ -40,11 +40,11 @@ class MovingAverage:
         self._taken += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain containers and tensors."""
+        """Returns the state as plain containers and tensors."""
         return {"network": self.network.state_dict(), "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state. The copy already has its shape."""
+        """Continues from a state. The copy must already have its shape."""
         self.network.load_state_dict(state["network"])
         self._taken = int(state["taken"])
 
@@ -54,7 +54,7 @@ def _averaged(model: nn.Module) -> list[Tensor]:
 
 
 def _copied(model: nn.Module) -> list[Tensor]:
-    """Indices, counts, masks with infinities in them and whatever else a network keeps."""
+    """Returns the buffers that are not averaged: indices, counts, masks with infinities and all others."""
     averaged = {id(tensor) for tensor in _statistics(model)}
     return [buffer for buffer in model.buffers() if id(buffer) not in averaged]
 

@@ -1,4 +1,4 @@
-"""Batches as a user gives them: inputs alone, or with targets."""
+"""Batches as a user gives them, with or without targets."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Sample(NamedTuple):
 
     pairs: list[Pair]
     numbers: list[Tensor]
-    """Of the inputs of each pair, among those of all ranks: ranks' batches are counted in turn."""
+    """The numbers of each pair's inputs among those of all ranks, whose batches are counted in turn."""
 
 
 def as_pair(batch: Any) -> Pair:
     """Separates inputs from targets.
 
-    A pair is (inputs, targets); a mapping's ``labels`` are its targets; a tensor is inputs alone. Several inputs
+    A pair is (inputs, targets). The ``labels`` of a mapping are its targets. A tensor has inputs only. Several inputs
     without targets come as a mapping, or as ``((one, other), None)``.
     """
     if isinstance(batch, Mapping):
@@ -47,7 +47,7 @@ def as_pair(batch: Any) -> Pair:
 
 
 def split(inputs: ExampleInputs, size: int) -> list[ExampleInputs]:
-    """The batch in pieces of at most so many inputs."""
+    """Splits a batch into pieces of at most ``size`` inputs."""
     count = batch_size(inputs)
 
     def piece(start: int) -> ExampleInputs:
@@ -60,13 +60,13 @@ class GivenBatches:
     """The given batches. Each is moved to the network's device when it is used.
 
     Args:
-        batches: As `as_pair` takes them, to be gone through many times.
-        device: Of the network.
-        name: What the user calls them.
+        batches: Batches that `as_pair` takes; they are iterated many times.
+        device: The device of the network.
+        name: The user's name for them, for messages.
         ranks: The processes that have batches of their own each, or None.
 
     Raises:
-        ValueError: There is none, or they can be gone through only once.
+        ValueError: There is no batch, or the batches can be iterated only once.
     """
 
     def __init__(self, batches: Iterable[Any], device: torch.device, name: str, ranks: Ranks | None = None) -> None:
@@ -84,7 +84,7 @@ class GivenBatches:
         self.named = isinstance(batch, Mapping)
         """Whether a batch is a mapping, so that its labels are meant for the network itself."""
         self.example: ExampleInputs = _cut(first[0], slice(0, 1), batch_size(first[0]))
-        """One input."""
+        """A single input."""
         self.targets = first[1]
         """The targets of the first batch, or None."""
 
@@ -103,7 +103,7 @@ class GivenBatches:
     def sample(self, count: int) -> Sample:
         """Samples at most this many inputs, of all ranks together: evenly from a list, else the first ones.
 
-        Whole batches where parts of them cannot be joined; at least one of each rank.
+        If parts of batches cannot be joined, it takes whole batches, at least one of each rank.
         """
         if not isinstance(self._batches, Sequence):
             return self._numbered(self._first(math.ceil(count / len(self._of_each(0)))))
@@ -120,7 +120,7 @@ class GivenBatches:
         numbers = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
         numbers = numbers[numbers % every == 0] // every
         if not all(self._of_each(len(numbers))):
-            raise ValueError(f"a rank has none of the {count} inputs to calibrate on: give every rank as many batches")
+            raise ValueError(f"a rank has none of the {count} inputs to calibrate on: give all ranks equal shares")
         flat = [tree_flatten(part) for part in parts]
         joined = [
             torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
@@ -148,7 +148,10 @@ class GivenBatches:
         return Sample(pairs, [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
 
     def _starts(self, sizes: list[int]) -> tuple[list[int], int]:
-        """How many inputs come before each batch, rank 0's first, rank 1's first and so on; and how many there are."""
+        """Returns the number of inputs before each of this rank's batches, and the total number of inputs.
+
+        The order is the first batch of each rank, then the second of each, and so on.
+        """
         everyone = self._of_each(sizes)
         own = 0 if self._ranks is None else self._ranks.rank
         starts, total = [], 0
@@ -175,7 +178,7 @@ class GivenBatches:
 
 
 def _cut(value: Any, part: slice, count: int) -> Any:
-    """The same of every tensor that has an entry for each input."""
+    """Returns the value with the same part of every tensor that has an entry for each input."""
 
     def cut(leaf: Any) -> Any:
         return leaf[part] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count else leaf
@@ -184,7 +187,7 @@ def _cut(value: Any, part: slice, count: int) -> Any:
 
 
 def _joinable(pairs: Sequence[Pair], sizes: Sequence[int]) -> bool:
-    """Whether all tensors have an entry for each input, and the same shapes but for that."""
+    """Whether all tensors have an entry for each input, and otherwise the same shapes."""
     kinds = set()
     for pair, size in zip(pairs, sizes, strict=True):
         leaves, form = tree_flatten(pair)

@@ -1,4 +1,4 @@
-"""Numerical faults of a run: found in the step where they happen, named, and raised, skipped or rolled back."""
+"""Numerical faults of a run: they are found in the step where they happen, and raised, skipped or rolled back."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from rlsprune.model.tensors import all_finite, host_waits
 __all__ = ["MAX_ROLLBACKS", "FaultError", "Guard", "rollbacks"]
 
 MAX_ROLLBACKS = 3
-"""In one run; each halves the step."""
+"""Largest number of roll-backs in one run; each halves the learning rate."""
 MAX_SKIPS = 10
-"""In a row."""
+"""Largest number of batches skipped in a row."""
 
-# A network is taken to have diverged when its loss is so many times that of the first steps, or of 1 if that is more:
-# a bound that no training that still works comes near. In the epoch after a prune, what is spoilt shows sooner.
+# Training has diverged if the loss is so many times the mean of the first steps, or so many times 1 if that is more.
+# No training that still works comes near this bound. In the epoch after a prune a lower bound shows damage sooner.
 _DIVERGED, _DIVERGED_AFTER_PRUNE = 100.0, 10.0
 _FIRST_STEPS = 10
-# Looking at a value makes an accelerator's host wait: there it is done every so many batches, and at an epoch's end.
+# Reading a value makes an accelerator's host wait, so there it is done every so many batches and at an epoch's end.
 _LOOK_EVERY = 100
 
 
 def rollbacks(faults: Iterable[Mapping[str, Any]]) -> int:
-    """How many of the faults were rolled back."""
+    """Returns how many of the faults were rolled back."""
     return sum(fault["action"] == "rolled back" for fault in faults)
 
 
 class FaultError(FloatingPointError):
-    """A number that is not finite, or a loss that has diverged: says what, where, and what to do."""
+    """A number that is not finite, or a loss that has diverged, with its place and the remedy."""
 
     def __init__(self, what: str, where: str, remedy: str = "look at the data, or lower the learning rate") -> None:
         super().__init__(f"{where}: {what}; {remedy}")
         self.what, self.where, self.remedy = what, where, remedy
 
     def __reduce__(self) -> tuple[type[FaultError], tuple[str, str, str]]:
-        # The default rebuilds an exception from its message alone, so it would not survive a worker process.
+        # By default an exception is rebuilt from its message alone, so it would not survive a worker process.
         return type(self), (self.what, self.where, self.remedy)
 
 
 class Guard:
-    """Looks at the steps of a run.
+    """Checks the steps of a run for numerical faults.
 
     Args:
         model: The network.
         on_fault: "raise"; "skip" the batch, with a warning and at most ten in a row; or "rollback", which raises too,
             for the run to go back to its last checkpoint.
-        alone: Whether this process trains alone. Of several, one that left a batch out would wait for the others for
-            ever: there the epochs are looked at, not the batches, and a fault ends the run.
+        alone: Whether this process trains alone. If one of several skipped a batch, it would wait for the others
+            forever; so only the losses of epochs are checked then, not batches, and a fault ends the run.
 
     Raises:
-        ValueError: Several processes were to skip or to roll back.
+        ValueError: Skipping or roll-backs are asked for with several processes.
     """
 
     def __init__(self, model: nn.Module, on_fault: str = "raise", alone: bool = True) -> None:
@@ -71,18 +71,18 @@ class Guard:
         """Every fault so far, and what was done about it."""
 
     def start_epoch(self, epoch: int, after_prune: bool) -> None:
-        """An epoch begins; the one before may have ended with a prune."""
+        """Begins an epoch, and notes whether the previous one ended with a prune."""
         self._epoch, self._batch, self.after_prune = epoch, 0, after_prune
 
     def inputs(self, inputs: object) -> bool:
-        """Whether a batch is finite. Called before the network sees it."""
+        """Whether a batch is finite. Call it before the network sees the batch."""
         self._batch += 1
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         fine = all(not self._looks(tensor) or bool(tensor.isfinite().all()) for tensor in tensors)
         return fine or self._fault("the batch holds a NaN or an infinity", "look at the data")
 
     def loss(self, loss: Tensor) -> bool:
-        """Whether the loss of the batch is finite and has not diverged. Called before the backward pass."""
+        """Whether the loss of the batch is finite and has not diverged. Call it before the backward pass."""
         if not self._looks(loss):
             return True
         value = float(loss.detach())
@@ -101,7 +101,7 @@ class Guard:
     def step(self, optimizer: Optimizer) -> bool:
         """Takes the optimizer's step if the gradients are finite. Returns whether it was taken."""
         try:
-            if not hasattr(optimizer, "report_faults"):  # RLS looks by itself
+            if not hasattr(optimizer, "report_faults"):  # RLS checks its own gradients
                 self._check_gradients()
             optimizer.step()
         except FaultError:
@@ -124,19 +124,19 @@ class Guard:
         """Checks a loss over many batches, which cannot be skipped.
 
         Raises:
-            FaultError: It is not finite.
+            FaultError: The loss is not finite.
         """
         if not math.isfinite(value):
             raise FaultError(f"the {what} loss is {value}", f"end of epoch {self._epoch}")
 
     def noted(self, error: FloatingPointError) -> list[dict[str, Any]]:
-        """All faults so far, the one that ended the epoch among them."""
+        """Adds the fault that ended the epoch, and returns all faults so far."""
         action = "rolled back" if self._on_fault == "rollback" else "stopped"
         self.faults.append({"epoch": self._epoch, "batch": self._batch, "what": str(error), "action": action})
         return self.faults
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rest of the run depends on."""
+        """Returns the state that the rest of the run depends on."""
         return {"faults": self.faults, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ class Guard:
         raise FloatingPointError(f"the gradient of {broken!r} is not finite")
 
     def _fault(self, what: str, remedy: str = "look at the data, or lower the learning rate") -> bool:
-        """False if the batch is to be skipped."""
+        """Skips the batch with a warning and returns False, or raises."""
         where = f"epoch {self._epoch}, batch {self._batch}"
         self._skips += 1
         skipped = self._on_fault == "skip" and self._skips <= MAX_SKIPS

@@ -26,7 +26,7 @@ class EpochLoss(NamedTuple):
     """The losses of one epoch of training."""
 
     mean: float
-    """Over all examples."""
+    """The mean over all examples."""
     last: float
     """The loss of the last minibatch."""
 
@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def of_sums(cls, loss: float, correct: float, seen: float) -> Evaluation:
-        """Makes the result from the sum of losses, the number of right answers and the number of examples."""
+        """Makes the result from the sum of losses, the number of correct answers and the number of examples."""
         return cls(loss / seen, 100 * correct / seen)
 
 
@@ -59,22 +59,23 @@ def train_epoch(
 
     Args:
         model: The network.
-        optimizer: Of its parameters.
-        batches: The epoch's batches: inputs, and labels or whatever else the loss needs.
-        loss_of: From both to the loss: it calls the network.
-        guard: Looks for numerical faults; None for one that raises.
-        after_backward: Called when the gradients are there and the optimizer has not stepped yet.
-        after_step: Called when the optimizer has stepped.
-        on_batch: Told the number of batches done and the loss of the last, which it had better not look at each time
-            on an accelerator.
+        optimizer: The optimizer of its parameters.
+        batches: The epoch's batches: inputs, and labels or anything else that the loss needs.
+        loss_of: A function that calls the network on inputs and returns the loss with the labels.
+        guard: The check for numerical faults; None for one that raises.
+        after_backward: Called after the backward pass and before the optimizer's step.
+        after_step: Called after the optimizer's step.
+        on_batch: Called with the number of batches done and the last loss. Reading the loss every time makes the host
+            wait for an accelerator.
 
     Raises:
-        FaultError: A number that is not finite, or a loss that has diverged.
+        FaultError: A number is not finite, a loss has diverged, or every batch was skipped.
+        ValueError: There is no batch.
     """
     guard = guard or Guard(model)
     model.train()
     seen, number, last = 0, 0, torch.zeros(())
-    sums: list[Tensor] = []  # read once at the end: looking at each would make the host wait for an accelerator
+    sums: list[Tensor] = []  # read once at the end: reading each would make the host wait for an accelerator
     for number, (inputs, labels) in enumerate(batches, 1):
         loss = loss_of(inputs, labels) if guard.inputs(inputs) else None
         if loss is not None and guard.loss(loss):
@@ -96,7 +97,7 @@ def train_epoch(
 
 
 def in_bfloat16(network: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The network with its forward pass in bfloat16, by autocast, and its outputs in float32.
+    """Returns the network with its forward pass in bfloat16, by autocast, and its outputs in float32.
 
     Example:
         >>> layer = nn.Linear(4, 2)
@@ -113,12 +114,12 @@ def in_bfloat16(network: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Evaluation:
-    """Loss and accuracy, in evaluation mode. Restores the mode afterwards."""
+    """Returns loss and accuracy in evaluation mode. Restores the mode afterwards."""
     return Evaluation.of_sums(*evaluation_sums(model, batches, loss))
 
 
 def evaluation_sums(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> tuple[float, float, float]:
-    """What `Evaluation.of_sums` takes, so that several processes can add theirs up first."""
+    """Returns the arguments of `Evaluation.of_sums`, so that several processes can add theirs up first."""
     losses, corrects, seen = [], [], 0
     with evaluating(model):
         for inputs, labels in batches:

@@ -1,4 +1,4 @@
-"""What a smaller network is compared with: the targets, or the given network's own outputs."""
+"""Losses and scores that compare a smaller network with the targets, or with the given network's own outputs."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ __all__ = ["Objective", "taught"]
 
 # Without labels, outputs are taken for class scores if the likeliest class has at least this probability on average.
 _CONFIDENT = 0.2
-_TEACHER = 0.8  # the share of the given network in what is learnt, beside labels
-_TEMPERATURE = 4.0  # a trained network is sure of its training images: at 1 it says little beyond their labels
+_TEACHER = 0.8  # weight of the given network's outputs in the loss, beside labels
+_TEMPERATURE = 4.0  # a trained network is sure of its training images: at 1 its scores add little to the labels
 
 
 def taught(output: Tensor, labels: Tensor, given: Tensor) -> Tensor:
-    """What is minimised with class labels: their cross-entropy, and how far the given network's scores are.
+    """Returns the loss with class labels: their cross-entropy plus the divergence from the given network's scores.
 
     Args:
         output: Class scores of the smaller network.
-        labels: Of the classes; −100 marks what does not count, in either of the two.
+        labels: Class labels; −100 marks places that count in neither of the two.
         given: Class scores of the given network.
     """
     counted = labels >= 0
-    # Zeros in both are no divergence; to select the others would make an accelerator wait.
+    # Zeros in both have no divergence; selecting the others would make the host wait for an accelerator.
     ours, theirs = (_classes_last(scores, labels) * counted.unsqueeze(-1) for scores in (output, given))
     apart = _divergence([ours], [theirs], classes=True) * (counted.numel() / counted.sum())
     return (1 - _TEACHER) * _entropy(output, labels) + _TEACHER * apart
 
 
 def _divergence(outputs: list[Tensor], given: list[Tensor], classes: bool) -> Tensor:
-    """How far outputs are from those of the given network.
+    """Returns the distance of outputs from those of the given network.
+
+    For class scores it is the Kullback-Leibler divergence of their probabilities at a temperature, averaged over the
+    inputs, times the temperature, so that its gradient is no steeper than that of a cross-entropy. For other outputs it
+    is the squared difference over the variance of the given network's outputs, summed over the tensors.
 
     Args:
-        outputs: Of the smaller network.
-        given: Of the given one.
-        classes: Whether they are scores of classes. Then it is the Kullback-Leibler divergence of their probabilities
-            at a temperature, averaged over the inputs, times the temperature, so that its gradient is no steeper than
-            that of a cross-entropy; else the squared difference over the variance of what was given, summed over the
-            tensors.
+        outputs: Outputs of the smaller network.
+        given: Outputs of the given network.
+        classes: Whether they are class scores.
     """
     if classes:
         scores = (value.float().flatten(0, -2) / _TEMPERATURE for value in (outputs[0], given[0]))
@@ -63,13 +64,13 @@ def _divergence(outputs: list[Tensor], given: list[Tensor], classes: bool) -> Te
 
 
 class Objective:
-    """Losses and scores of networks that stand in for a given one.
+    """Losses and scores of networks that replace a given one.
 
     Args:
         given: The network as it was given, in evaluation mode.
-        example: A batch that tells of what kind targets and outputs are.
-        loss: The user's, from outputs and targets; None for the rules of `rlsprune.shrink`.
-        named: Whether targets are the ``labels`` of a mapping. A network that takes them tells its loss itself.
+        example: A batch that shows the kinds of targets and outputs.
+        loss: The user's loss, from outputs and targets; None for the rules of `rlsprune.shrink`.
+        named: Whether targets are the ``labels`` of a mapping. A network that takes them returns its own loss.
         ranks: The processes that score batches of their own each, or None.
     """
 
@@ -90,7 +91,7 @@ class Objective:
         if not outputs:
             raise ValueError("the network returns no floating-point tensor: there is nothing to compare")
         if any(output.layout is not torch.strided or output.is_nested for output in outputs):
-            raise ValueError("the network returns a sparse or nested tensor, which cannot be compared: let it be dense")
+            raise ValueError("the network returns a sparse or nested tensor, which cannot be compared: make it dense")
         if not all(bool(output.isfinite().all()) for output in outputs):
             raise ValueError("the network's outputs on the first batch are not finite: check its weights and the batch")
         self.labelled = isinstance(targets, Tensor)
@@ -108,15 +109,15 @@ class Objective:
             and float(outputs[0].float().softmax(-1).amax(-1).mean()) >= _CONFIDENT
         )
         self.classes = self.class_labels or (not self.labelled and confident)
-        """Whether the outputs are scores of classes."""
-        if ranks is not None:  # they look at other inputs, and are to be of one mind
+        """Whether the outputs are class scores."""
+        if ranks is not None:  # ranks see different inputs, and all follow rank 0
             kinds = (self.labelled, self.class_labels, self._own_loss, self.classes)
             self.labelled, self.class_labels, self._own_loss, self.classes = ranks.first(kinds)
         if loss is not None and not self.labelled:
             raise ValueError("loss needs targets, and the batches have none: give (inputs, targets), or leave loss out")
 
     def loss(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-        """What recovery minimises, on one batch."""
+        """Returns the loss that recovery minimises, on one batch."""
         if self._own_loss:
             own = _own_loss(model, inputs, targets)
             assert own is not None, "the given network told one"
@@ -139,7 +140,7 @@ class Objective:
         Causal language models compare each output with the label of the next place.
 
         Raises:
-            ValueError: Labels are the inputs themselves, and neither the network nor the user tells the loss.
+            ValueError: Labels are the inputs themselves, and neither the network nor the user gives the loss.
         """
         if "labels" in inspect.signature(self._given.forward).parameters:
             with evaluating(self._given):
@@ -157,13 +158,13 @@ class Objective:
 
     @property
     def own_score(self) -> float | None:
-        """What `score` gives the given network, where that is known without looking."""
+        """Returns the score of the given network if it is known without running it, else None."""
         if self.labelled:
             return None
         return 100.0 if self.classes else 0.0
 
     def score(self, model: nn.Module, batches: Iterable[Pair]) -> float:
-        """Accuracy, agreement with the given network, or minus the loss, whichever fits; higher is better."""
+        """Returns accuracy, agreement with the given network, or minus the loss, whichever fits; higher is better."""
         with evaluating(model, self._given):
             if self.class_labels:
                 values = [self._right(model, *pair) for pair in batches]
@@ -177,7 +178,7 @@ class Objective:
 
     @property
     def unit(self) -> str:
-        """What `score` measures."""
+        """Returns the name of the quantity that `score` measures."""
         if self.class_labels:
             return "accuracy"
         return "agreement" if self.classes and self._loss is None else "minus loss"
@@ -186,12 +187,12 @@ class Objective:
         output = _predictions(_call(model, inputs))[0]
         dim = _class_dim(output, targets)
         assert dim is not None
-        counted = targets >= 0  # −100 marks what does not count
+        counted = targets >= 0  # −100 marks places that do not count
         right = (output.argmax(dim) == targets) & counted
         return 100.0 * int(right.sum()), int(counted.sum())
 
     def _agreeing(self, model: nn.Module, batches: Iterable[Pair]) -> list[tuple[float, float]]:
-        # A list holds the same batches the next time, in the same order: what the given network says of them is kept.
+        # A list holds the same batches in the same order every time, so the given network's classes are kept.
         if batches is not self._known_batches:
             self._known_batches, self._known_classes = batches if isinstance(batches, list) else None, []
         known = list(self._known_classes)
@@ -211,10 +212,10 @@ class Objective:
 
 
 def _checked_loss(loss: object) -> Tensor:
-    """What the user's loss gave.
+    """Returns the result of the user's loss if it is usable.
 
     Raises:
-        TypeError: It is no tensor of one number, or nothing can be learnt from it.
+        TypeError: The result is not a tensor of one number, or it has no gradient.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(f"loss gave {shown(loss)}: it must return a tensor of one number")
@@ -234,14 +235,14 @@ def _classes(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def _predictions(output: Any) -> list[Tensor]:
-    """Floating-point tensors of an output; of one that has ``logits``, these alone."""
+    """Returns the floating-point tensors of an output; if it has ``logits``, only these."""
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     found = [logits] if isinstance(logits, Tensor) else output_tensors(output)
     return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def _class_dim(outputs: Tensor, targets: Tensor) -> int | None:
-    """Along which dimension the classes lie, if targets are class labels."""
+    """Returns the dimension of the classes if targets can be class labels, else None."""
     if outputs.dim() > 1 and outputs.shape[-1] > 1 and targets.shape == outputs.shape[:-1]:
         return -1
     if outputs.dim() > 2 and outputs.shape[1] > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:]):
@@ -256,7 +257,7 @@ def _entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _own_loss(model: nn.Module, inputs: Any, targets: Any) -> Tensor | None:
-    """What the network says of its labels, if it has a loss."""
+    """Returns the loss that the network computes from labels, or None if it computes none."""
     output = model(**inputs, labels=targets)
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None

@@ -184,7 +184,7 @@ def test_state_of_another_method_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not one of WeightLevel: missing \['zeroed'\]"):
         method.load_state_dict({"pruned": True})
     with pytest.raises(
-        ValueError, match=r"mask of '0.weight' has shape \(2,\), the network's weight is \(8, 3, 3, 3\)"
+        ValueError, match=r"mask of '0.weight' has shape \(2,\); the network's weight is \(8, 3, 3, 3\)"
     ):
         method.load_state_dict({"pruned": True, "zeroed": {"0.weight": torch.ones(2, dtype=torch.bool)}})
     with pytest.raises(ValueError, match=r"mask of 'x' .* is missing"):

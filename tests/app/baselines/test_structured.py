@@ -124,7 +124,7 @@ def test_net_slimming_penalty_shrinks_the_scales_that_the_loss_does_not_need() -
 def test_net_slimming_says_what_it_leaves_alone_and_refuses_a_network_without_batch_norm() -> None:
     specimen = ZOO["vgg-bn"]
     model = specimen.model()
-    with pytest.warns(UserWarning, match=r"no batch norm scales 2\.0: left unpruned"):
+    with pytest.warns(UserWarning, match=r"no batch norm scales 2\.0: net slimming leaves it unpruned"):
         method = NetSlimming(model, sgd(model), specimen.inputs(), ratio=0.5, prune_epoch=1)
     event = method.end_epoch(1, 1.0)
     assert event is not None
@@ -261,7 +261,7 @@ def test_the_ratio_is_the_least_that_reaches_a_target(name: str, what: str) -> N
 def test_a_target_below_one_unit_a_layer_is_refused() -> None:
     model = small()
     method = L1Norm(model, sgd(model), inputs(), ratio=0.5, prune_epoch=1, target={"params": 0.001})
-    with pytest.raises(ValueError, match="one unit of every layer is more than that"):
+    with pytest.raises(ValueError, match="even one unit per layer is more than that"):
         method.end_epoch(1, 1.0)
 
 

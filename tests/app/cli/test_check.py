@@ -61,7 +61,7 @@ def other_name(path: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "model.safetensors: ": lambda path: flip(path / "model.safetensors", -9),
     "does not match its checksum": lambda path: flip(next(path.glob("checkpoint/*/state.safetensors")), -9),
-    "its state is of epoch 2": other_name,
+    "its state belongs to epoch 2": other_name,
     "config.json": lambda path: (path / "config.json").write_text("{}"),
     "summary.json": lambda path: (path / "summary.json").write_text("{}"),
     "it has 1 lines": lambda path: last_line_gone(path / "metrics.jsonl"),

@@ -96,7 +96,7 @@ def test_live_display_interrupted_and_gone_on_with(tmp_path: Path) -> None:
     assert re.search(r"fc1 +█+░+ +\d+ of 1,024", shown), "and smaller"
     assert "\x1b[?25h" in terminal.written.decode()[-400:], "the cursor is there again"
     # With its quotes, as a shell would take it.
-    assert f"Go on with: rlsprune run --resume '{out}'" in shown.replace("\r\n", "")
+    assert f"Resume with: rlsprune run --resume '{out}'" in shown.replace("\r\n", "")
     assert "Traceback" not in shown
 
     folder = RunFolder(out)

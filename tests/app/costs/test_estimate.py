@@ -118,7 +118,7 @@ def test_events_that_are_refitted_as_a_whole_are_told_of(
     network: str, ranks: int, told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", network, "--world-size", str(ranks), "--gflops", "50", "--gbytes", "10"]) == 0
-    assert ("one process refits as a whole" in capsys.readouterr().out) == told
+    assert ("a single process refits the network as a whole" in capsys.readouterr().out) == told
 
 
 def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

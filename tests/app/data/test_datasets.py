@@ -229,7 +229,7 @@ def test_hold_out_divides_the_training_images() -> None:
     assert torch.equal(held.valid.images, data.hold_out(15, seed=3).valid.images)  # type: ignore[union-attr]
     assert not torch.equal(held.valid.images, data.hold_out(15, seed=4).valid.images)  # type: ignore[union-attr]
     assert held.test is data.test
-    with pytest.raises(ValueError, match="15 validation images already"):
+    with pytest.raises(ValueError, match="already has 15 validation images"):
         held.hold_out(1)
     whole = held.reunite()
     assert whole.valid is None

@@ -57,7 +57,7 @@ def test_front_of_a_finished_run(source: RunFolder, tmp_path: Path, capsys: pyte
     assert small_network(out) == (front[-1]["params"], front[-1]["accuracy"])
 
     assert main(["pareto", str(source.path), *options]) == 2
-    assert "holds a front already" in capsys.readouterr().err
+    assert "already holds a front" in capsys.readouterr().err
     assert json.loads((out / "pareto.json").read_text()) == result
 
 

@@ -344,7 +344,7 @@ def test_module_that_misses_a_module_says_which(tmp_path: Path, npz: Path, capsy
     ("content", "said"),
     [
         ({"0.weight": torch.zeros(32, 12)}, "lacks '0.bias'"),
-        ({**mlp().state_dict(), "3.weight": torch.zeros(1)}, "has '3.weight', which the model has not"),
+        ({**mlp().state_dict(), "3.weight": torch.zeros(1)}, "has '3.weight', which the model lacks"),
         ({**mlp().state_dict(), "2.bias": torch.zeros(9)}, "'2.bias' is (9,) in it and (3,) in the model"),
         ({"state": 3}, "something other than tensors"),
         (mlp(), "cannot be read without executing"),

@@ -229,8 +229,8 @@ def test_names_in_a_table(tmp_path: Path) -> None:
     ("text", "labels", "said"),
     [
         ("a,b,a ,c\n1,2,3,0\n", (), "it has two columns 'a'"),
-        ("a;b;c\n1,5;2;0\n", ("c",), "one column alone, 'a;b;c'.*by commas"),
-        ("a,c\n1,x\n2,NA\n", (), "means none .NA, null, nan.*Rename a class NA"),
+        ("a;b;c\n1,5;2;0\n", ("c",), "only one column, 'a;b;c'.*by commas"),
+        ("a,c\n1,x\n2,NA\n", (), "marker of a missing one .NA, null, nan.*Rename a class NA"),
         ("a,b,c\n1,2,0\n", ("c", "c"), "names one column twice"),
     ],
 )
@@ -243,7 +243,7 @@ def test_text_that_is_read_wrongly_if_at_all(text: str, labels: tuple[str, ...],
 @pytest.mark.parametrize(
     ("frame", "options", "said"),
     [
-        ({"a": [1, 2], "b": ["x", "y"], "c": [0, 1]}, [], "column 'b' holds 'x', which is no number"),
+        ({"a": [1, 2], "b": ["x", "y"], "c": [0, 1]}, [], "column 'b' holds 'x', which is not a number"),
         ({"a": [1, None, 3], "c": [0, 1, 1]}, [], "column 'a' has no value in row 2"),
         ({"a": [1, 2], "c": [0, None]}, [], "column 'c' has no value in row 2"),
         ({"a": [1, 2], "c": [0, 1]}, ["--label", "price"], "it has no column 'price'; it has 'a', 'c'"),
@@ -308,7 +308,7 @@ def test_task_is_guessed_from_the_labels(labels: np.ndarray, task: str) -> None:
         (["--task", "ranking"], "--task ranking is not valid: choose one of classification, regression, multi-label"),
         (["--task", "regression"], "returns 3 values, but table has 1 targets ('y'): make its last layer 1 wide"),
         (["--class-weights", "1,2"], "--class-weights 1,2 does not name each class once"),
-        (["--class-weights", "1,2,x"], "holds something that is no number above 0"),
+        (["--class-weights", "1,2,x"], "holds something other than numbers above 0"),
         (["--label", "y"], "--label and --drop-columns are for tables of named columns"),
     ],
 )

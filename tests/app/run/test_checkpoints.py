@@ -104,7 +104,7 @@ def test_without_a_sound_one_nothing_is_renamed_and_the_remedy_is_named(tmp_path
     checkpoints = saved(tmp_path, 2)
     for epoch in (1, 2):
         flip(tmp_path / f"epoch-00000{epoch}" / "state.safetensors")
-    with pytest.raises(FileError, match=r"epoch-000002: .*no sound one before; delete the folder"):
+    with pytest.raises(FileError, match=r"epoch-000002: .*no earlier one is sound; delete the folder"):
         checkpoints.load(into=nn.Linear(3, 2))
     assert names(tmp_path) == ["epoch-000001", "epoch-000002"]
 
@@ -162,7 +162,7 @@ def test_swapped_states_leave_no_sound_checkpoint(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 3)
     swapped_states(tmp_path)
     fresh = model(7)
-    with pytest.raises(FileError, match=r"its state is of epoch 2.*no sound one"):
+    with pytest.raises(FileError, match=r"its state belongs to epoch 2.*no earlier one is sound"):
         checkpoints.load(into=fresh)
     assert torch.equal(fresh.weight, model(7).weight)
 
@@ -171,7 +171,7 @@ def test_swapped_states_leave_no_sound_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_under_another_name_proves_nothing(tmp_path: Path, name: str) -> None:
     checkpoints = saved(tmp_path, 3)
     shutil.copytree(tmp_path / "epoch-000003", tmp_path / name)
-    with pytest.warns(UserWarning, match="of epoch 3, not of the one in its name"):
+    with pytest.warns(UserWarning, match="belongs to epoch 3, not to the one in its name"):
         epoch, state = checkpoints.load(into=nn.Linear(3, 2))
     assert (epoch, state["tensor"].item()) == (3, 3)
     assert "checkpoint" not in state
