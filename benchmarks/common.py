@@ -1,4 +1,4 @@
-"""What the benchmarks share: a training step, the optimizers to compare, and how to time them."""
+"""Common parts of the benchmarks: a training step, the optimizers to compare, and a clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train_step(
     labels: Tensor,
     loss: Callable[[Tensor, Tensor], Tensor] = mean_squared_error,
 ) -> Tensor:
-    """One full training step; the loss before it."""
+    """Takes one full training step, and returns the loss before it."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     value = loss(model(images), labels)
@@ -47,7 +47,7 @@ def train_step(
 
 
 def clock() -> float:
-    """Seconds. With one thread the process's own time: on a busy machine, waiting for a core is not the optimizer's."""
+    """Returns seconds. With one thread it is processor time, so that waiting for a busy core does not count."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -57,18 +57,18 @@ class Contender:
 
     name: str
     build: Callable[[nn.Module, float], list[Optimizer]]
-    """From a model and a learning rate to the optimizers that together train it."""
+    """Function from a model and a learning rate to the optimizers that together train it."""
     default: float
-    """The learning rate of its paper or library."""
+    """The default learning rate of its paper or library."""
     grid: tuple[float, ...]
     """Three learning rates to choose from, the default among them."""
 
 
 def contenders(muon_bfloat16: bool = False, rate: float = 1.0) -> list[Contender]:
-    """All optimizers that are installed, the reference (SGD) first.
+    """Returns all installed optimizers, the reference (SGD) first.
 
     Args:
-        muon_bfloat16: torch's Muon as it is.
+        muon_bfloat16: Whether torch's Muon keeps its bfloat16.
         rate: η of RLS.
     """
     rates = (0.3 * rate, rate, 3 * rate)
@@ -101,26 +101,26 @@ def contenders(muon_bfloat16: bool = False, rate: float = 1.0) -> list[Contender
 
 
 def _rls(model: nn.Module, lr: float, rank: int | None = 16) -> list[Optimizer]:
-    """With the rate of what is not preconditioned no higher than η."""
+    """Makes RLS whose rate for parameters without P is at most η."""
     return [rlsprune.RLS(model, lr=lr, fallback_lr=min(0.1, lr), rank=rank)]
 
 
 def _sgd(model: nn.Module, lr: float) -> list[Optimizer]:
-    """With the momentum and weight decay that the paper gives its rivals."""
+    """Makes SGD with the momentum and weight decay that the paper gives its rivals."""
     return [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)]
 
 
 def _muon(model: nn.Module, lr: float) -> list[Optimizer]:
-    """Muon for the hidden matrices, AdamW for the output layer, biases and convolutions, as its authors advise."""
+    """Makes Muon for hidden matrices, and AdamW for output layer, biases and convolutions, as its authors advise."""
     *hidden, output = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2] + [output]
     return [torch.optim.Muon(hidden, lr=lr), torch.optim.AdamW(rest)]
 
 
 def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
-    """Muon's Newton-Schulz iteration in the gradient's own dtype.
+    """Computes Muon's Newton-Schulz iteration in the gradient's own dtype.
 
-    torch's runs in bfloat16, which a CPU without instructions for it takes seconds per step for.
+    torch runs it in bfloat16, which takes seconds per step on a CPU without instructions for it.
     """
     a, b, c = ns_coefficients
     X = grad.T if grad.size(0) > grad.size(1) else grad
@@ -132,7 +132,7 @@ def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Memory that the optimizer keeps between steps: every tensor it reaches but the model's."""
+    """Counts the memory that the optimizer keeps between steps: all tensors it reaches except the model's."""
     model = {p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"]}
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(vars(optimizer), set())}
     return sum(size for pointer, size in held.items() if pointer not in model)

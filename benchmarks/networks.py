@@ -10,7 +10,7 @@ from rlsprune.app.models import MiniVGG
 
 
 def mini_vgg() -> nn.Sequential:
-    """The paper's small VGG, in the memory format in which its convolutions are faster."""
+    """Builds the paper's small VGG, in the memory format in which its convolutions are faster."""
     return MiniVGG().to(memory_format=torch.channels_last)
 
 
@@ -22,7 +22,7 @@ def _normed(
 
 
 class InvertedResidual(nn.Module):
-    """Expand, depthwise convolution, project, around a shortcut."""
+    """Expansion, depthwise convolution and projection around a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expand: int) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class InvertedResidual(nn.Module):
         self.residual = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block."""
+        """Computes the block's output."""
         out: Tensor = self.body(x)
         return x + out if self.residual else out
 
 
 def mobilenet() -> nn.Sequential:
-    """MobileNetV2 at its full width, with the strides that 32×32 images allow."""
+    """Builds MobileNetV2 at its full width, with the strides that 32×32 images allow."""
     plan = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
     layers: list[nn.Module] = [_normed(3, 32)]
     inputs = 32

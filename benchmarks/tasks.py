@@ -1,4 +1,4 @@
-"""Networks to train, with their data and loss: what the benchmarks of training have in common."""
+"""Networks with their data and loss for the benchmarks of training."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from rlsprune.app.models import FNN, ResNet
 
 @dataclass(frozen=True)
 class Task:
-    """A network, and how it is trained."""
+    """A network and its training."""
 
     build: Callable[[], nn.Module]
     data: str
     loss_name: str
     batch: int
     rate: float
-    """η of RLS: 1, and a tenth of it with batch norm."""
+    """η of RLS: 1, or 0.1 with batch norm."""
 
     @property
     def flat(self) -> bool:
-        """Whether the network takes vectors, not images."""
+        """Returns whether the network takes vectors, not images."""
         return self.data in ("mnist", "digits")
 
     @property
     def loss(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The loss itself."""
+        """Returns the loss function."""
         return LOSSES[self.loss_name]
 
     def batches(self, split: Split, seed: int, augment: str | None = None) -> Batches:
-        """Training batches, in the order of the seed."""
+        """Returns training batches, in the order of the seed."""
         return Batches(
             split.images,
             split.labels,
@@ -49,7 +49,7 @@ class Task:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> tuple[float, float]:
-        """Accuracy in % and loss, in evaluation mode."""
+        """Computes accuracy in % and loss, in evaluation mode."""
         model.eval()
         parts = Batches(split.images, split.labels, 500, shuffle=False, flat=self.flat, channels_last=not self.flat)
         outputs = torch.cat([model(images) for images, _ in parts])

@@ -20,18 +20,18 @@ import rlsprune
 
 
 def build_model() -> nn.Module:
-    """A small fully-connected network."""
+    """Builds a small fully-connected network."""
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2))
 
 
 def make_data(seed: int) -> TensorDataset:
-    """Twenty features, of which two tell the class."""
+    """Makes twenty features, two of which determine the class."""
     inputs = torch.rand(512, 20, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(inputs, (inputs[:, 0] > inputs[:, 1]).long())
 
 
 def train(out: str, epochs: int = 12) -> nn.Module:
-    """Trains, prunes and writes both files."""
+    """Trains and prunes the network, and writes both files."""
     torch.manual_seed(0)
     accelerator = Accelerator()
     model = build_model()

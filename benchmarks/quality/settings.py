@@ -24,14 +24,14 @@ RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
 def mlp() -> nn.Module:
-    """Fully connected."""
+    """Builds a fully-connected network."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
     )
 
 
 def cnn(norm: bool) -> nn.Module:
-    """Three convolutions and a linear layer."""
+    """Builds a network of three convolutions and a linear layer."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((1, 16), (16, 32), (32, 32)):
         layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))
@@ -48,14 +48,14 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Digits:
-    """The embedded digits, fewer of them."""
+    """Some of the embedded digits."""
 
     def __init__(self, count: int) -> None:
         data = load("digits").take(count)
         self.train, self.test = data.train, data.test
 
     def train_epoch(self, batches: Batches, model: nn.Module, optimizer: Optimizer, loss_function: Loss) -> float:
-        """Mean loss of one epoch."""
+        """Trains for one epoch and returns the mean loss."""
         losses = []
         model.train()
         for images, labels in batches:
@@ -67,17 +67,17 @@ class Digits:
         return sum(losses) / len(losses)
 
     def batches(self) -> Batches:
-        """Shuffled."""
+        """Returns shuffled training batches."""
         return Batches(self.train.images, self.train.labels, 64, seed=0)
 
     def accuracy(self, model: nn.Module) -> float:
-        """On the test digits."""
+        """Computes the accuracy on the test digits."""
         split = Batches(self.test.images, self.test.labels, 500, shuffle=False)
         return evaluate(model, split, cross_entropy).accuracy
 
 
 def trained(digits: Digits, build: Callable[[], nn.Module], make: Callable[[nn.Module], Optimizer], loss: Loss) -> str:
-    """The accuracy after five epochs, or that it diverged."""
+    """Trains for five epochs and returns the accuracy, or "diverges"."""
     torch.manual_seed(0)
     model = build()
     optimizer, batches = make(model), digits.batches()
@@ -91,7 +91,7 @@ def trained(digits: Digits, build: Callable[[], nn.Module], make: Callable[[nn.M
 
 
 def from_scratch(digits: Digits) -> None:
-    """The first table."""
+    """Prints the first table, of training from scratch."""
     makers: dict[str, Callable[[nn.Module], Optimizer]] = {
         f"RLS {rate:g}": lambda model, rate=rate: rlsprune.RLS(model, lr=rate, fallback_lr=min(0.1, rate))
         for rate in RATES
@@ -106,7 +106,7 @@ def from_scratch(digits: Digits) -> None:
 
 
 def pretrained(digits: Digits) -> None:
-    """The second table: a network trained by AdamW, pruned to a fifth of its parameters in 12 epochs."""
+    """Prints the second table, of a network trained by AdamW and pruned to a fifth of its parameters in 12 epochs."""
     torch.manual_seed(0)
     source = cnn(True)
     optimizer, batches = AdamW(source.parameters(), lr=1e-3), digits.batches()
@@ -131,7 +131,7 @@ def pretrained(digits: Digits) -> None:
 
 
 def knobs(digits: Digits) -> None:
-    """The tables of k and λ, and of ξ and q, with the MLP and cross-entropy at η = 0.3."""
+    """Prints the tables of k and λ, and of ξ and q, with the MLP and cross-entropy at η = 0.3."""
     print("\n| k | λ = 1 | λ = 0.999 | λ = 0.99 |\n|---|---:|---:|---:|")
     for k in (0.01, 0.1, 1.0):
         cells = [
@@ -165,7 +165,7 @@ def pruned(
     warmup_epochs: int = 1,
     target: dict[str, float] | None = None,
 ) -> list[str]:
-    """Accuracy after one epoch and at the end, and the share of the parameters that is left."""
+    """Prunes and returns accuracy after one epoch and at the end, and the share of the parameters that is left."""
     example: Tensor = digits.test.images[:1] / 255
     before = sum(p.numel() for p in model.parameters())
     pruner = rlsprune.Pruner(
@@ -197,7 +197,7 @@ TABLES: dict[str, Callable[[Digits], None]] = {"scratch": from_scratch, "pretrai
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--only", choices=TABLES, help="one of the tables; default: all")

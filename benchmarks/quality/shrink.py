@@ -1,10 +1,10 @@
-"""Networks that other people trained, made smaller at once: accuracy right after the cut, without any training.
+"""Shrinks networks that others trained, and measures accuracy right after the cut, without any training.
 
 The networks are those of `benchmarks.quality.trained`. Every method gets the same network and the same training images,
-without labels but for Taylor. Rivals remove the same share of every inner layer of the blocks, as torch-pruning does by
-default, until the FLOPs are met. All 10,000 test images are looked at once for each row. With a zip file of photographs
-in place of weights, the network is EfficientNet-Lite0, a seed is a fifth of them that judges, and accuracy is agreement
-with the given network.
+with labels only for Taylor. Rivals remove the same share of every inner layer of the blocks, as torch-pruning does by
+default, until the target for FLOPs is met. Each row uses all 10,000 test images once. With a zip file of photographs in
+place of weights, the network is EfficientNet-Lite0, each seed takes another fifth of them as test images, and accuracy
+is agreement with the given network.
 
     python -m benchmarks.quality.shrink table --weights resnet56.safetensors --data-dir DATA --seeds 0,1,2
     python -m benchmarks.quality.shrink parts --weights resnet20.safetensors --data-dir DATA --flops 0.5
@@ -44,25 +44,25 @@ from rlsprune.reconstruction.rebuild import rebuild
 from rlsprune.shrinking.closed_form import ClosedForm, CutPlan
 
 INNER = (".conv1", "._expand_conv", "._depthwise_conv")
-"""How the names of the layers end whose channels no residual sum reads."""
+"""Name endings of the layers whose channels no residual sum reads."""
 FRONT = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
 
 def ours(case: Case, flops: float) -> nn.Module:
-    """As a user calls it."""
+    """Shrinks a copy as a user does."""
     model = copy.deepcopy(case.model)
     rlsprune.shrink(model, case.images, target={"flops": flops})
     return model
 
 
 class Sizes:
-    """Ours at several sizes by one look at the network, as `shrink` looks for the smallest within a drop."""
+    """Our method at several sizes from one analysis of the network, as in `shrink` with `max_drop`."""
 
     def __init__(self) -> None:
         self._case: Case | None = None
 
     def __call__(self, case: Case, flops: float) -> nn.Module:
-        """The network at one of them."""
+        """Shrinks a copy to one of the sizes."""
         if case is not self._case:
             calibration = Calibration(case.images, [len(images) for images in case.images])
             self._model = copy.deepcopy(case.model)
@@ -74,12 +74,12 @@ class Sizes:
 def rival(
     make: Callable[[], Any], gradients: bool = False, everywhere: bool = False
 ) -> Callable[[Case, float], nn.Module]:
-    """torch-pruning with one of its importances, on the inner layers of the blocks.
+    """Makes torch-pruning's method with one of its importances, for the inner layers of the blocks.
 
     Args:
-        make: The importance.
-        gradients: Whether it needs those of the loss.
-        everywhere: Whether channels of all layers are ranked together, not the same share of each removed.
+        make: Function that makes the importance.
+        gradients: Whether the importance needs gradients of the loss.
+        everywhere: Whether channels of all layers are ranked together, instead of the same share of each being removed.
     """
 
     def pruned(case: Case, flops: float) -> nn.Module:
@@ -126,7 +126,7 @@ RIVALS = {
 
 
 def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
-    """Ours, and ours without each of its parts."""
+    """Returns our method, and our method without each of its parts."""
     model = copy.deepcopy(case.model)
     batches = Calibration(case.images, [len(x) for x in case.images])
     form = ClosedForm(model, case.example, batches)
@@ -151,7 +151,7 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
         return taken()
 
     def largest(planned: Callable[[float], CutPlan]) -> CutPlan:
-        """The plan that meets the target, of those that a share between 0 and 1 gives."""
+        """Finds the plan for the largest share between 0 and 1 that meets the target."""
         low, high, found = 0.0, 1.0, planned(0.0)
         for _ in range(10):
             share = (low + high) / 2
@@ -171,7 +171,7 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
         return taken()
 
     def to_own_outputs() -> nn.Module:
-        """Layers that lose inputs are refitted to what they said in the whole network."""
+        """Refits layers that lose inputs to their own outputs in the whole network."""
         apart = {key: replace(site, shared=True) for key, site in sites.items()}
         form.shared = find_curves(form.whole, form.graph, apart, batches, {}).shared
         form.cut(plan)
@@ -213,7 +213,7 @@ def parts(case: Case, flops: float) -> dict[str, Callable[[], nn.Module]]:
 
 
 def with_new_statistics(case: Case, model: nn.Module) -> nn.Module:
-    """The network with the means and variances that training mode would compute."""
+    """Copies the network with the means and variances that training mode would compute."""
     result = copy.deepcopy(model)
     for module in result.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -227,7 +227,7 @@ def with_new_statistics(case: Case, model: nn.Module) -> nn.Module:
 
 
 def measured(case: Case, make: Callable[[], nn.Module]) -> dict[str, float]:
-    """Accuracy, size, and what it took in passes over the images."""
+    """Makes a network and measures its accuracy, its size, and the time in passes over the images."""
     forward = case.forward_seconds()
     start = time.process_time()
     model = make()
@@ -237,11 +237,11 @@ def measured(case: Case, make: Callable[[], nn.Module]) -> dict[str, float]:
 
 
 class Record:
-    """The rows so far, in a file after each: a run that was stopped goes on where it was.
+    """The rows so far, written to a file after each, so that a run that was stopped can continue.
 
     Args:
-        path: A JSON file; None to keep them in memory.
-        settings: What the rows have in common; a file of others is refused.
+        path: A JSON file; None to keep the rows in memory.
+        settings: The common settings of the rows; a file with other settings is refused.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
@@ -250,15 +250,15 @@ class Record:
         if path is not None and path.exists():
             known = json.loads(path.read_text())
             if known["settings"] != self._settings:
-                raise SystemExit(f"{path} is of {known['settings']}, not of {self._settings}: name another --record")
+                raise SystemExit(f"{path} is for {known['settings']}, not {self._settings}: name another --record")
             self.rows = known["rows"]
 
     def has(self, key: dict[str, Any]) -> bool:
-        """Whether there is a row with these entries."""
+        """Returns whether there is a row with these entries."""
         return any(key.items() <= row.items() for row in self.rows)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Keeps a row."""
+        """Adds a row, and returns it."""
         self.rows.append(row)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -267,18 +267,16 @@ class Record:
 
 
 def main() -> None:
-    """Prints a table, and keeps the numbers."""
+    """Prints a table, and records the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", "parts", "front"))
     parser.add_argument("--weights", type=Path, required=True, help="a safetensors file, or a zip file of photographs")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--flops", default="0.5", help="fractions, with commas between")
+    parser.add_argument("--flops", default="0.5", help="fractions, separated by commas")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--methods", help="names, with commas between; all if left out")
-    parser.add_argument("--test-images", type=int, help="for a quick look")
-    parser.add_argument(
-        "--record", type=Path, help="a JSON file for the numbers; rows that it has are not measured again"
-    )
+    parser.add_argument("--methods", help="names, separated by commas; default: all")
+    parser.add_argument("--test-images", type=int, help="number of test images, for a quick look")
+    parser.add_argument("--record", type=Path, help="a JSON file for the numbers; its rows are not measured again")
     parser.add_argument("--out", type=Path, help="a PNG file for the front")
     options = parser.parse_args()
     torch.set_num_threads(1)

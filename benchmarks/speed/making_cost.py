@@ -1,8 +1,8 @@
-"""What making a Pruner costs, in passes, and beside torch-pruning's build and step.
+"""Measures the time of making a Pruner, in passes and relative to torch-pruning's build and step.
 
-A *pass* is one forward and backward of the example inputs as they are given, in training mode. Making follows the
-channels, proves every group by runs of its own, on the first two inputs of a batch, and counts FLOPs. Processor time of
-one thread, the least of several rounds.
+A *pass* is one forward and backward pass of the given example inputs, in training mode. Making a Pruner traces the
+channels, proves every group by separate runs on the first two inputs of a batch, and counts FLOPs. Times are processor
+time of one thread, the least of several rounds.
 
     python -m benchmarks.speed.making_cost
     python -m benchmarks.speed.making_cost --networks FNN ResNet-20 --batches 1
@@ -39,7 +39,7 @@ OTHERS = ("transformers/Bert", "transformers/Llama", "transformers/ViT")
 
 
 def network(name: str) -> tuple[nn.Module, Any]:
-    """A network, and one input."""
+    """Builds a network, and one input."""
     torch.manual_seed(0)
     if name in OWN:
         build, shape = OWN[name]
@@ -48,14 +48,14 @@ def network(name: str) -> tuple[nn.Module, Any]:
 
 
 def batch_of(example: Any, size: int) -> Any:
-    """As many of one input."""
+    """Repeats one input to a batch of this size."""
     if isinstance(example, dict):
         return {key: batch_of(value, size) for key, value in example.items()}
     return example.expand(size, *example.shape[1:]).clone() if isinstance(example, Tensor) else example
 
 
 def least(work: Callable[[], object], rounds: int) -> float:
-    """Seconds of processor time."""
+    """Measures the least processor time in seconds."""
     found = []
     for _ in range(rounds + 1):  # the first round imports and allocates
         gc.collect()
@@ -66,14 +66,14 @@ def least(work: Callable[[], object], rounds: int) -> float:
 
 
 def one_pass(model: nn.Module, example: Any) -> None:
-    """Forward and backward."""
+    """Runs a forward and a backward pass."""
     args, kwargs = as_call(example)
     model.zero_grad(set_to_none=True)
     output_tensors(model(*args, **kwargs))[0].sum().backward()
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=[*OWN, *OTHERS], help="also those of benchmarks.quality.zoo")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])

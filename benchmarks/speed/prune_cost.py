@@ -1,9 +1,9 @@
-"""What one prune event costs, next to torch-pruning's build and step, 20 % of every layer.
+"""Measures the time of one prune event of 20 % of every layer, beside torch-pruning's build and step.
 
-Prints ratios to torch-pruning's time (tracing and removing, L1 importance) of the same round: all take turns, so that a
-machine that is busy for a while is busy for all of them. Ours traces and verifies the network once, when the Pruner is
-made, and not again at each event; torch-pruning too can step again without building, so its step alone is given as
-well. What the event leaves in accuracy: ``benchmarks.quality.prune_accuracy``.
+Prints ratios to torch-pruning's time (tracing and removing, L1 importance) of the same round. All take turns, so that
+other load on the machine slows all of them. Ours traces and verifies the network once, when the Pruner is made, and not
+again at each event. torch-pruning can also step again without building, so its step alone is printed as well.
+``benchmarks.quality.prune_accuracy`` measures the accuracy after the event.
 
     python -m benchmarks.speed.prune_cost
     python -m benchmarks.speed.prune_cost --network resnet20 --rounds 5
@@ -39,7 +39,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-56": partial(ResNet, 56),
     "MobileNetV2": mobilenet,
 }
-# With SGD the event cuts what torch-pruning's does, and the momentum; with RLS also P, by a Schur complement.
+# With SGD the event cuts what torch-pruning cuts, and the momentum; with RLS also P, by a Schur complement.
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD: l1, not compensated": ("sgd", {"criterion": "l1", "compensate": False}),
     "SGD: l1, exact P": ("sgd", {"criterion": "l1"}),
@@ -55,7 +55,7 @@ RIVAL = "torch-pruning, build + step"
 
 
 def rival(model: nn.Module, example: Tensor) -> tuple[float, float]:
-    """Seconds of torch-pruning's whole event, and of its step alone."""
+    """Measures the seconds of torch-pruning's whole event, and of its step alone."""
     output = [module for module in model.modules() if getattr(module, "out_features", 0) == CLASSES]
     start = clock()
     pruner = torch_pruning.pruner.BasePruner(
@@ -68,19 +68,19 @@ def rival(model: nn.Module, example: Tensor) -> tuple[float, float]:
 
 
 def optimizer_for(kind: str, model: nn.Module) -> Optimizer:
-    """RLS, or SGD with momentum."""
+    """Makes RLS, or SGD with momentum."""
     return rlsprune.RLS(model) if kind == "rls" else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def ours(
     optimizer: Optimizer, model: nn.Module, example: Tensor, batch: Tensor, **settings: Any
 ) -> tuple[float, float]:
-    """Seconds of our event, and of making the Pruner."""
+    """Measures the seconds of our event, and of making the Pruner."""
     start = clock()
     pruner = rlsprune.Pruner(model, optimizer, example, ratio=RATIO, **settings)
     made = clock() - start
     if settings.get("compensate", True) and settings.get("statistics") != "training":
-        # Enough batches that every layer holds all the rows it ever holds.
+        # Enough batches to fill the sample of rows of every layer.
         pruner.calibrate([batch] * 16)
     start = clock()
     pruner.prune()
@@ -88,7 +88,7 @@ def ours(
 
 
 def measure(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every event, by name, a round after the other."""
+    """Measures the seconds of every event by name, round by round."""
     torch.manual_seed(0)
     model, batch, example = build(), torch.rand(16, 3, 32, 32), torch.rand(1, 3, 32, 32)
     states = {}
@@ -99,7 +99,7 @@ def measure(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds + 1):
         found: dict[str, float] = {}
-        gc.collect()  # what the one before left to clean up is charged to nobody
+        gc.collect()  # garbage of the previous event is not charged to the next
         found[RIVAL], found[STEP_ALONE] = rival(copy.deepcopy(model), example)
         for name, (kind, settings) in OURS.items():
             gc.collect()
@@ -124,7 +124,7 @@ def report(title: str, model: nn.Module, seconds: dict[str, list[float]]) -> Non
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=NETWORKS, help="default: all")
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,18 +1,18 @@
-"""What several processes give: state per rank, steps, events and `shrink` on 1 and 2 ranks, and what they send.
+"""Measures scaling: state per rank, steps, events and `shrink` on 1 and 2 ranks, and the bytes that they send.
 
     python -m benchmarks.speed.scaling [--network fnn|mini-vgg] [--batch 128] [--steps 20] [--ranks 1,2]
 
-Every rank is a process with one thread on this machine, talking through the loopback interface (gloo). Times are
-processor time of rank 0, so that they can be compared on a busy machine; what it waits for others is not counted. Bytes
-are what one rank hands to all-reduce, before the backend's own algorithm multiplies them (by about 2 for a ring), and
-for `shrink` to all-gather (times the other ranks).
+Every rank is a process with one thread on this machine, and communicates through the loopback interface (gloo). Times
+are processor time of rank 0, so that they can be compared on a busy machine; waiting for others is not counted. Bytes
+are those that one rank hands to all-reduce, before the backend's own algorithm multiplies them (by about 2 for a ring),
+and for `shrink` to all-gather (times the other ranks).
 
 The first table has steps, each rank with its share of the same batch, as multiples of momentum SGD's under plain DDP
-on as many ranks, in the same processes one after the other; the bytes of the gradients are plain DDP's. The second is
-of an event on a network divided by ``fully_shard`` (on one rank: whole), trained by AdamW: what the process grew by
-while it lasted, beside what the rank keeps of the network, the largest tensor that is cut, and the largest group of
-channels with all layers that make and read it. The third is of `rlsprune.shrink`, each rank with its share of 1,024
-images; the difference is that of the weights from those of one rank.
+on as many ranks, in the same processes one after the other; the bytes of the gradients are plain DDP's. The second has
+an event on a network that ``fully_shard`` divides (on one rank it is whole), trained by AdamW: the largest growth of
+the process during the event, beside the rank's part of the network, the largest tensor that is cut, and the largest
+group of channels with all layers that make and read it. The third has `rlsprune.shrink`, each rank with its share of
+1,024 images; the difference compares the weights with those of one rank.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from rlsprune.app.config.losses import mean_squared_error
 from rlsprune.app.models import FNN
 from rlsprune.distributed.ranks import Ranks
 
-IMAGES = 1024  # that shrink calibrates on
+IMAGES = 1024  # number of images with which shrink calibrates
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "fnn": (FNN, (784,)),
@@ -60,18 +60,18 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 class Counter:
-    """Bytes that this rank hands to all-reduce."""
+    """A counter of the bytes that this rank hands to all-reduce."""
 
     def __init__(self) -> None:
         self.gradients = self.ours = 0
 
     def hook(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's own all-reduce, counted."""
+        """Counts the bytes of DDP's own all-reduce, and runs it."""
         self.gradients += bucket.buffer().nbytes
         return allreduce_hook(group, bucket)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Counts what RLS says to the other ranks in a step: the sums of its mean inputs."""
+        """Counts the bytes that RLS sends to the other ranks in a step, for the sums of its mean inputs."""
         ranks = getattr(optimizer, "ranks", None)
         if ranks is None:
             return
@@ -85,7 +85,7 @@ class Counter:
 
 
 def rank_main(network: str, batch: int, steps: int) -> None:
-    """One rank: prints a line per optimizer, if it is rank 0."""
+    """Runs one rank of the steps; rank 0 prints a line per optimizer."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -125,7 +125,7 @@ def rank_main(network: str, batch: int, steps: int) -> None:
 
 
 def event_main(width: int, batch: int) -> None:
-    """One rank: an event on a network that is divided, and what it takes."""
+    """Runs one rank of an event on a divided network; rank 0 prints its costs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -167,7 +167,7 @@ def event_main(width: int, batch: int) -> None:
 
 
 def shrink_main(first: Path) -> None:
-    """One rank: `shrink`, and how far its result is from that of the first number of ranks, which is kept in a file."""
+    """Runs one rank of `shrink`; rank 0 compares the result with that of the first number of ranks, kept in a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -192,7 +192,7 @@ def shrink_main(first: Path) -> None:
 
 
 def counted(name: str) -> list[int]:
-    """Bytes of each message that this rank sends by a method of `Ranks`, from now on."""
+    """Records the bytes of each message that this rank sends by a method of `Ranks`, from now on."""
     sent: list[int] = []
     send = getattr(Ranks, name)
 
@@ -205,7 +205,7 @@ def counted(name: str) -> list[int]:
 
 
 class Growth:
-    """By how much this process grew at most while a block ran."""
+    """The largest growth of this process while a block runs."""
 
     def __enter__(self) -> "Growth":
         gc.collect()
@@ -228,7 +228,7 @@ class Growth:
 
 
 def tensors(state: Any) -> list[Tensor]:
-    """All tensors in nested containers."""
+    """Returns all tensors in nested containers."""
     if isinstance(state, Tensor):
         return [state]
     parts = state.values() if hasattr(state, "values") else state if isinstance(state, list) else ()
@@ -241,9 +241,9 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, default="fnn")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ranks", default="1,2", help="how many processes, separated by commas")
-    parser.add_argument("--parts", default="step,event,shrink", help="which tables, separated by commas")
-    parser.add_argument("--width", type=int, default=4096, help="of the network that is divided")
+    parser.add_argument("--ranks", default="1,2", help="numbers of processes, separated by commas")
+    parser.add_argument("--parts", default="step,event,shrink", help="the tables, separated by commas")
+    parser.add_argument("--width", type=int, default=4096, help="width of the divided network")
     options = parser.parse_args()
     if "RANK" in os.environ:
         if os.environ["PART"] == "step":
@@ -270,7 +270,7 @@ def main() -> None:
 
 
 def start(part: str, numbers: str, folder: str = "") -> None:
-    """One process per rank, for each number of ranks."""
+    """Starts one process per rank, for each number of ranks."""
     for ranks in map(int, numbers.split(",")):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

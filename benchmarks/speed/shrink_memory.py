@@ -1,8 +1,8 @@
-"""The memory that `rlsprune.shrink` takes beyond the network and its copy, on the layers of a ResNet-50 at 224 px.
+"""Measures the memory of `rlsprune.shrink` beyond the network and its copy, on layers of a ResNet-50 at 224 px.
 
-The most is taken where maps are largest, by the forwards that wait, and where layers have most inputs, by the matrices
-of these. So the two ends of the network are measured, each in a process of its own: the stem with the first block, on
-images of 3×224×224, and the last block, on maps of 2048×7×7. Between them both are smaller.
+Memory peaks where maps are largest, because of forward passes that are held, and where layers have the most inputs,
+because of the matrices of these. So both ends of the network are measured, each in its own process: the stem with the
+first block, on images of 3×224×224, and the last block, on maps of 2048×7×7. Between them both causes are smaller.
 
     python -m benchmarks.speed.shrink_memory
 """
@@ -28,7 +28,7 @@ PARTS: dict[str, tuple[Callable[[nn.Sequential], nn.Module], tuple[int, ...]]] =
 
 
 def megabytes(part: str, inputs: int) -> float:
-    """The peak of this process while it shrinks, beyond what it took when both networks had run once."""
+    """Measures the peak of this process while it shrinks, beyond its memory after a forward pass and a network copy."""
     torch.manual_seed(0)
     choose, shape = PARTS[part]
     model = choose(resnet50()).eval()
@@ -38,7 +38,7 @@ def megabytes(part: str, inputs: int) -> float:
         model(batches[0][:1])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     rlsprune.shrink(model, batches, target={"flops": 0.5})
-    # Its own copies of the network: one to be like, one to go back to.
+    # The network's size is subtracted for shrink's copies of it: one to compare with, one to restore from.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before - size
 
 

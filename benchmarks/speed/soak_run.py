@@ -1,7 +1,7 @@
-"""Does a long run grow? Memory, open files, threads and processes over 10,000 steps and 100 prunes.
+"""Checks that a long run does not grow: memory, open files, threads and processes over 10,000 steps and 100 prunes.
 
 A tiny network trains on random features, prunes at every epoch, and writes checkpoints and metrics as every run does.
-Prints what the process holds as it goes.
+The resources of the process are printed on the way.
 
     python -m benchmarks.speed.soak_run --epochs 100
 """
@@ -36,26 +36,26 @@ from rlsprune.app.run.recipe import Recipe
 STEPS = 100  # per epoch
 BATCH = 16
 WIDTH = 600
-WARM = 0.2  # the share of the run after which nothing may grow any more
+WARM = 0.2  # share of the run after which nothing may grow any more
 ALLOWED_MB = 8.0
 
 EVERY_EPOCH = replace(OURS, ratio=0.02, gate="train", settle=0.0, tolerance=1e6, target=None, reunite=False)
 
 
 class Held(NamedTuple):
-    """What this process holds."""
+    """The resources of this process."""
 
     megabytes: float
     objects: int
     files: int
     threads: int
-    """The system's, of which torch has some."""
+    """The system's threads, some of which are torch's."""
     python_threads: int
     children: int
 
 
 def held() -> Held:
-    """As Linux counts it."""
+    """Counts the resources of this process, by Linux's counters."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     tasks = list(Path("/proc/self/task").iterdir())
@@ -70,7 +70,7 @@ def held() -> Held:
 
 
 class Watch(Observer):
-    """Looks at the process after every epoch."""
+    """Records the resources of the process after every epoch."""
 
     def __init__(self) -> None:
         self.seen: list[Held] = []
@@ -78,15 +78,15 @@ class Watch(Observer):
         self.steps = 0
 
     def batch(self, number: int, loss: torch.Tensor) -> None:
-        """Counts."""
+        """Counts a step."""
         self.steps += 1
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Counts."""
+        """Counts a prune."""
         self.prunes += event["kind"] == "prune"
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
-        """Notes, and prints every tenth."""
+        """Records the resources, and prints them every tenth epoch."""
         self.seen.append(held())
         if metrics["epoch"] % 10 == 0:
             now = self.seen[-1]
@@ -98,7 +98,7 @@ class Watch(Observer):
 
 
 def recipe(epochs: int) -> Recipe:
-    """The run."""
+    """Makes the recipe of the run."""
 
     def build_model() -> nn.Sequential:
         torch.manual_seed(0)
@@ -126,7 +126,7 @@ def recipe(epochs: int) -> Recipe:
 
 
 def main() -> int:
-    """0 if nothing grew and nothing was left over."""
+    """Returns 0 if nothing grew, nothing was left over and every epoch pruned."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()

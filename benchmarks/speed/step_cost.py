@@ -1,7 +1,7 @@
-"""What a training step costs, and what the optimizer keeps in memory, next to other optimizers.
+"""Measures the time of a training step and the memory of the optimizer's state, beside other optimizers.
 
-Prints ratios to the SGD step of the same round: the optimizers take turns, so that a machine that is busy for a while
-is busy for all of them. Needs the extra ``benchmarks``.
+Prints ratios to the SGD step of the same round. The optimizers take turns, so that other load on the machine slows all
+of them. Needs the extra ``benchmarks``.
 
     python -m benchmarks.speed.step_cost                    # FNN and mini-VGG, one thread and all threads
     python -m benchmarks.speed.step_cost --network fnn --threads 1 --rounds 30
@@ -32,26 +32,26 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A network and how long to measure it."""
+    """A network and the length of its measurement."""
 
     title: str
     build: Callable[[], nn.Sequential]
     shape: tuple[int, ...]
     rounds: int
     block: int
-    """Consecutive steps of one optimizer in a round. Ten hold one refresh of SOAP and singd, and warm the caches."""
+    """Consecutive steps of one optimizer in a round. Ten include one refresh of SOAP and singd, and warm the caches."""
     batch: int = 128
     only: tuple[str, ...] | None = None
-    """The optimizers that can be measured on it, beside SGD; None for all."""
+    """The optimizers beside SGD that can be measured on it; None for all."""
 
 
 def resnet20() -> nn.Sequential:
-    """ResNet-20, with weights as its images are."""
+    """Builds ResNet-20, with weights in the memory format of its images."""
     return ResNet(20).to(memory_format=torch.channels_last)
 
 
 def wide_layer() -> nn.Sequential:
-    """The first fully-connected layer of VGG-16, in the place of a network; P whole would take 2.5 GB and minutes."""
+    """Builds the first fully-connected layer of VGG-16 as a network; P whole would take 2.5 GB and minutes."""
     return nn.Sequential(nn.Linear(25_088, 4_096))
 
 
@@ -64,7 +64,7 @@ CASES = {
 
 
 def batch_for(case: Case) -> tuple[Tensor, Tensor]:
-    """A batch of noise: the cost of a step does not depend on the values."""
+    """Draws a batch of noise; the cost of a step does not depend on the values."""
     images = torch.rand(case.batch, *case.shape)
     if len(case.shape) == 3:
         images = images.to(memory_format=torch.channels_last)
@@ -87,7 +87,7 @@ def compare(case: Case, entrants: list[Contender], rounds: int) -> None:
                 train_step(model, optimizers, images, labels)
             if turn:  # the first round creates the states
                 seconds[name].append((clock() - start) / case.block)
-        # What Python has to clean up is charged to nobody.
+        # Garbage collection is not timed.
         gc.collect()
     reference = seconds[entrants[0].name]
     print(f"\n{case.title}, batch {case.batch}, {threads()}, {rounds} rounds of {case.block} steps")
@@ -107,7 +107,7 @@ def compare(case: Case, entrants: list[Contender], rounds: int) -> None:
 
 
 def breakdown(case: Case, steps: int) -> None:
-    """Prints what RLS adds to a plain forward and backward pass: its hooks in the pass, and its step."""
+    """Prints the time that RLS adds to a plain forward and backward pass, by its hooks in the pass and by its step."""
     images, labels = batch_for(case)
     torch.manual_seed(0)
     plain, hooked = case.build(), case.build()
@@ -133,13 +133,13 @@ def breakdown(case: Case, steps: int) -> None:
 
 
 def threads() -> str:
-    """How many threads torch uses, in words."""
+    """Returns the number of torch's threads in words."""
     count = torch.get_num_threads()
     return "1 thread" if count == 1 else f"{count} threads"
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=CASES, help="default: fnn and vgg")
     parser.add_argument("--threads", choices=("1", "all", "both"), default="both")

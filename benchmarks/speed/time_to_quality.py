@@ -1,13 +1,13 @@
-"""How long each method takes to a network with the paper's share of the weights and its accuracy, on MNIST.
+"""Measures the time that each method takes to the paper's share of the weights and accuracy, on MNIST.
 
 `python -m benchmarks.speed.time_to_quality --data-dir DATA` trains with every method until the test accuracy is 98.5 %
 with at most 16.4 % of the weights (Table 1 of the paper), and prints the time as a ratio to that of the unpruned
-network trained by momentum SGD for its whole schedule. Each method is given schedules of several lengths, shortest
-first, and the first one that gets there counts; what the others took does not. `rls` stops at that share of the
-weights, and the rivals leave it. `scratch` is told the shape with which `rls` got there, and trained alike: what it
-took to find that shape is not in its time.
+network trained by momentum SGD for its whole schedule. Each method tries schedules of several lengths, shortest first.
+Only the time of the first that reaches the aim counts. `rls` stops at that share of the weights, and the rivals leave
+it. `scratch` gets the shape with which `rls` reached the aim, and trains in the same way; its time does not include the
+search for that shape.
 
-Time is the processor's, for training, pruning and the gate's loss; evaluation on the test images is not counted.
+Time is processor time of training, pruning and the gate's loss, without evaluation on the test images.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Result:
-    """Of one method and schedule."""
+    """The result of one method and schedule."""
 
     seconds: float
     epoch: int | None
-    """In which the aim was reached; None if never."""
+    """The epoch in which the aim was reached; None if never."""
     accuracy: float
     weights: float
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What is to be reached."""
+    """The aim of training."""
 
     weights: float
-    """At most, in %."""
+    """The largest share of the weights, in %."""
     accuracy: float
-    """At least, in %."""
+    """The least accuracy, in %."""
 
     def reached(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether it was in an epoch; a share of nodes cannot hit one of weights exactly."""
+        """Returns whether an epoch reached it; a share of nodes cannot match a share of weights exactly."""
         return bool(metrics["accuracy"] >= self.accuracy and metrics["weights_percent"] <= self.weights + 0.2)
 
     def settings(self, method: str) -> dict[str, float]:
-        """With which a method leaves just so many weights; there are none for the paper's own."""
+        """Returns the settings with which a method leaves this share of weights; the paper's own method has none."""
         return {"target": self.weights / 100} if method in ("rls", *BASELINES) else {}
 
 
 def train(config: RunConfig, aim: Aim | None, path: Path) -> Result:
-    """Trains until the aim is reached, or to the end if there is none; leaves the network in that folder."""
+    """Trains until the aim is reached, or to the end if there is none, and saves the network in that folder."""
     run = Run(make_recipe(config, load_data(config)), RunFolder(path))
     reached = None
     while not run.over and reached is None:
@@ -86,7 +86,7 @@ def train(config: RunConfig, aim: Aim | None, path: Path) -> Result:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Prints the table, a row when it is known; the networks go to the folder."""
+    """Prints the table row by row, and saves the networks in the folder."""
     shared = {"seed": options.seed, "data_dir": options.data_dir, "threads": 1}
     config = make_config("mnist-fnn", "none", optimizer="sgd", epochs=options.reference_epochs, **shared)
     unpruned, aim = train(config, None, folder / "unpruned"), Aim(options.weights, options.accuracy)
@@ -114,13 +114,13 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--epochs", default=",".join(map(str, EPOCHS)), help="the schedules, shortest first")
-    parser.add_argument("--reference-epochs", type=int, default=20, help="of the unpruned network")
-    parser.add_argument("--weights", type=float, default=16.4, help="at most so many %% of them")
-    parser.add_argument("--accuracy", type=float, default=98.5, help="at least so many %%")
+    parser.add_argument("--reference-epochs", type=int, default=20, help="epochs of the unpruned network")
+    parser.add_argument("--weights", type=float, default=16.4, help="largest share of the weights, in %%")
+    parser.add_argument("--accuracy", type=float, default=98.5, help="least test accuracy, in %%")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Everything in a run's folder, or in one file, read and compared with what it should be. Nothing is changed."""
+"""Checks of a run's folder or of one file: everything is read and compared with what it should be, nothing changed."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = ["Finding", "check_file", "check_run"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one thing."""
+    """The result of one check."""
 
     what: str
-    """A file, or what was tried."""
+    """The file, or a name for what was tried."""
     wrong: str | None
-    """None if it is sound."""
+    """The problem; None if there is none."""
     told: str = ""
-    """What a sound one holds, or what can be recovered."""
+    """The contents of a sound file, or the part of the run that can be recovered."""
 
 
 def check_file(path: Path) -> list[Finding]:
-    """A model file of `rlsprune.save` or a state of a checkpoint: its checksum over every byte, and what it says."""
+    """Checks a model file of `rlsprune.save` or the state of a checkpoint: checksum of every byte, and contents."""
     return [_found(path.name, lambda: _model(path))] if _is_model(path) else [_found(path.name, lambda: _state(path))]
 
 
 def check_run(path: Path) -> list[Finding]:
-    """A run's folder: its files, their order, its checkpoints, and whether its network runs.
+    """Checks a run's folder: its files, their order, its checkpoints, and whether its network runs.
 
     The network of `rlsprune fit` is not built: that would execute the code that the folder names.
     """
@@ -64,14 +64,14 @@ def _run(path: Path) -> Iterator[Finding]:
         [run] = read_runs([path])
         late = [event["epoch"] for event in run.events if event["epoch"] > len(run.metrics)]
         if late:
-            problem = f"an event is of epoch {late[0]}, and metrics.jsonl ends with epoch {len(run.metrics)}"
-            raise FileError(path / "events.jsonl", problem, "resume the run, which writes both anew")
+            problem = f"an event belongs to epoch {late[0]}, but metrics.jsonl ends with epoch {len(run.metrics)}"
+            raise FileError(path / "events.jsonl", problem, "resume the run, which rewrites both")
         if run.summary is not None and configs and len(run.metrics) != configs[0].epochs:
-            problem = f"it has {len(run.metrics)} lines, and the finished run has {configs[0].epochs} epochs"
+            problem = f"it has {len(run.metrics)} lines, but the finished run has {configs[0].epochs} epochs"
             raise FileError(path / "metrics.jsonl", problem, "restore it, or remove summary.json and resume the run")
         known = {} if run.summary is None else run.summary.get(DIGESTS, {})
         if not isinstance(known, dict):
-            raise FileError(path / "summary.json", f"its {DIGESTS} are no digests", "remove it and resume the run")
+            raise FileError(path / "summary.json", f"its {DIGESTS} is not an object", "remove it and resume the run")
         digests.update(known)
         return f"{len(run.metrics)} epochs, {len(run.events)} events"
 
@@ -104,7 +104,7 @@ def _found(what: str, look: Callable[[], str]) -> Finding:
 
 def _same(path: Path, digest: Any) -> str:
     if not path.is_file():
-        raise FileError(path, "it is not there, or no regular file", "resume the run, which writes it anew")
+        raise FileError(path, "it is missing or not a regular file", "resume the run, which writes it again")
     if digest is None:
         return "no checksum of it is known"
     if file_digest(path) != digest:
@@ -148,5 +148,5 @@ def _runs(config: RunConfig, path: Path) -> str:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a file is a model, by its name; a state has its own."""
+    """Tells a model file from the state of a checkpoint by its name."""
     return path.name != "state.safetensors"

@@ -146,7 +146,7 @@ def swapped_states(path: Path) -> None:
         state.write_bytes(content)
 
 
-@pytest.mark.parametrize(("mix", "said"), [(other_model, "model is not the one"), (other_state, "of epoch 2")])
+@pytest.mark.parametrize(("mix", "said"), [(other_model, "model is not the one"), (other_state, "belongs to epoch 2")])
 def test_parts_of_two_checkpoints_are_not_taken_for_one(tmp_path: Path, mix: Callable[[Path], None], said: str) -> None:
     """Each of the two files is whole and has its checksum."""
     checkpoints = saved(tmp_path, 3)

@@ -1,4 +1,4 @@
-"""The methods that ours is compared with, each as its authors describe it; all plug into a training run alike."""
+"""The methods that ours is compared with, each as its authors describe it, behind the same interface to a run."""
 
 from rlsprune.app.baselines.depgraph import DepGraph
 from rlsprune.app.baselines.l1_norm import L1Norm

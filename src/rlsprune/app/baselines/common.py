@@ -1,4 +1,4 @@
-"""What the rivals share: the interface to a run, when to prune, and the removal of whole units."""
+"""The common parts of the rivals: the interface to a run, the time of pruning, and the removal of whole units."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from rlsprune.prune.refit import cut_inverses
 from rlsprune.prune.select import cut_size
 from rlsprune.prune.surgery import apply_cuts
 
-_SEARCH_STEPS = 24  # in which the ratio is halved towards a target
+_SEARCH_STEPS = 24  # bisections of the ratio towards a target
 
 
 class Rival(NoPruning):
-    """A method that does nothing yet; see ``rlsprune.app.run.method.Method`` for what a run asks of it.
+    """A base class that does not prune yet; ``rlsprune.app.run.method.Method`` describes its interface.
 
     Args:
         model: The network, which the method changes in place.
         example_inputs: A batch of its input; only its shape matters.
-        ratio: The share that goes, between 0 and 1.
+        ratio: The share to prune, between 0 and 1.
     """
 
     def __init__(self, model: nn.Module, example_inputs: Tensor, ratio: float) -> None:
         if not 0 < ratio < 1:
-            raise ValueError(f"ratio={ratio} is not valid: it is the share that goes, so give a number between 0 and 1")
+            raise ValueError(f"ratio={ratio} is not valid: it is the share to prune, so give a number between 0 and 1")
         super().__init__(model, example_inputs)
         self.ratio = ratio
         self.copies: list[nn.Module] = []
@@ -47,7 +47,7 @@ class Rival(NoPruning):
         self.copies.append(copy)
 
     def retained(self) -> Mapping[str, Retained]:
-        """Nodes and weights that are left, per layer; weights that are zero do not count."""
+        """Counts the nodes and weights that are left, per layer; weights that are zero do not count."""
         return count_retained(self.model, self.example_inputs, zeros=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,8 +70,8 @@ class OneShot(Rival, ABC):
     Args:
         model: The network, which the method changes in place.
         example_inputs: A batch of its input; only its shape matters.
-        ratio: The share that goes, between 0 and 1.
-        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin of the method.
+        ratio: The share to prune, between 0 and 1.
+        prune_epoch: The epoch, from 1, after which to prune; None for the unpruned twin of the method.
     """
 
     def __init__(self, model: nn.Module, example_inputs: Tensor, ratio: float, prune_epoch: int | None) -> None:
@@ -80,16 +80,16 @@ class OneShot(Rival, ABC):
             raise ValueError(f"prune_epoch={prune_epoch} is not valid: epochs count from 1; None: never prune")
         self.prune_epoch = prune_epoch
         self.prune_share: float | None = None
-        """Of the run's processor time, after which to prune instead; None for `prune_epoch`."""
+        """Share of the run's processor time after which to prune instead; None for `prune_epoch`."""
         self.pruned = False
         self._spent = 0.0
 
     def spent(self, share: float) -> None:
-        """How much of its time the run has used."""
+        """Notes the share of its time that the run has used."""
         self._spent = share
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
-        """Prune if the epoch has come."""
+        """Prunes if the epoch or the share of time for it is reached."""
         if self.pruned or self.prune_epoch is None:
             return None
         if epoch < self.prune_epoch if self.prune_share is None else self._spent < self.prune_share:
@@ -100,10 +100,10 @@ class OneShot(Rival, ABC):
 
     @abstractmethod
     def prune(self, epoch: int, loss: float) -> PruneEvent:
-        """Prune now."""
+        """Prunes now."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the network has been pruned."""
+        """Returns whether the network has been pruned."""
         return {"pruned": self.pruned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,13 +117,13 @@ class Structured(OneShot):
 
     Args:
         model: The network, which the method changes in place.
-        optimizer: Whose state is cut with the network.
-        example_inputs: What the network is traced with.
-        ratio: The share of the units that goes, between 0 and 1.
-        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin of the method.
-        target: The share that stays of the network as it is now, as `rlsprune.Pruner` takes it: ``{"params": 0.1}`` or
-            ``{"flops": 0.1}``. The ratio is then the least that gets there, found when the network is pruned.
-        inverse: What happens to the P of an optimizer that keeps one, as of `rlsprune.Pruner`.
+        optimizer: The optimizer whose state is cut with the network.
+        example_inputs: A batch with which the network is traced.
+        ratio: The share of the units to prune, between 0 and 1.
+        prune_epoch: The epoch, from 1, after which to prune; None for the unpruned twin of the method.
+        target: The share of the present network to keep, as in `rlsprune.Pruner`: ``{"params": 0.1}`` or
+            ``{"flops": 0.1}``. The least ratio that reaches it is then found when the network is pruned.
+        inverse: The update of P in an optimizer that keeps one, as in `rlsprune.Pruner`.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Structured(OneShot):
     ) -> None:
         super().__init__(model, example_inputs, ratio, prune_epoch)
         self.optimizer, self.target, self.inverse = optimizer, target, inverse
-        # Found here and not when pruning, so that a network that cannot be pruned fails before it is trained.
+        # The groups are found here, so that a network that cannot be pruned fails before it is trained.
         graph = find_groups(model, example_inputs)
         self.groups = [group for group in graph if not group.is_input]
         if not self.groups:
@@ -148,18 +148,18 @@ class Structured(OneShot):
 
     @abstractmethod
     def scores(self) -> list[Tensor]:
-        """A vector over the units of each of ``groups``; low goes first."""
+        """Returns a vector over the units of each of ``groups``; the lowest are pruned first."""
 
     def choose(self, scores: Sequence[Tensor]) -> list[Tensor]:
-        """The units of each group that go: the same share of every layer, ⌊(1−ratio)·n⌋ stay."""
+        """Chooses the units of each group to prune: the same share of every layer, so that ⌊(1−ratio)·n⌋ stay."""
         return [torch.argsort(score, stable=True)[: len(score) - stays(len(score), self.ratio)] for score in scores]
 
     def retained(self) -> Mapping[str, Retained]:
-        """Nodes and weights that are left, per layer."""
+        """Counts the nodes and weights that are left, per layer."""
         return count_retained(self.model, self.example_inputs)
 
     def prune(self, epoch: int, loss: float) -> PruneEvent:
-        """Prune now.
+        """Prunes now.
 
         Raises:
             FloatingPointError: if a score is not finite, because the training diverged.
@@ -193,16 +193,16 @@ class Structured(OneShot):
         return plan_cuts(list(zip(self.groups, units, strict=True)))
 
     def _least_ratio(self, scores: Sequence[Tensor], full: Mapping[str, int]) -> float:
-        """The least ratio with which the target is reached, by bisection.
+        """Finds the least ratio that reaches the target, by bisection.
 
         Raises:
-            ValueError: One unit of every layer is still too much.
+            ValueError: Even one unit per layer exceeds the target.
         """
         assert self.target is not None
         too_little, enough = 0.0, 1.0 - 2.0**-_SEARCH_STEPS
         if not self._reaches(enough, scores, full):
             raise ValueError(
-                f"target={dict(self.target)} cannot be reached: one unit of every layer is more than that. Raise it"
+                f"target={dict(self.target)} cannot be reached: even one unit per layer is more than that. Raise it"
             )
         for _ in range(_SEARCH_STEPS):
             ratio = (too_little + enough) / 2
@@ -211,7 +211,7 @@ class Structured(OneShot):
         return enough
 
     def _reaches(self, ratio: float, scores: Sequence[Tensor], full: Mapping[str, int]) -> bool:
-        """Whether a copy of the network that is cut at this ratio is within the target."""
+        """Returns whether a copy of the network that is cut at this ratio is within the target."""
         assert self.target is not None
         self.ratio = ratio
         trial = bare_copy(self.model)
@@ -221,12 +221,12 @@ class Structured(OneShot):
 
 
 def stays(number: int, ratio: float) -> int:
-    """⌊(1−ratio)·number⌋, but at least one."""
+    """Computes ⌊(1−ratio)·number⌋, but at least one."""
     return max(1, cut_size(1 - ratio, number))
 
 
 def lowest_overall(scores: Sequence[Tensor], number: int) -> list[Tensor]:
-    """The units that go when all are ranked together and the lowest ``number`` go; one of each vector stays."""
+    """Chooses the lowest ``number`` units of all vectors together; at least one of each vector stays."""
     sizes = [len(score) for score in scores]
     goes = torch.zeros(sum(sizes), dtype=torch.bool)
     goes[torch.argsort(torch.cat(list(scores)), stable=True)[:number]] = True

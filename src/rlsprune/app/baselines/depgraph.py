@@ -17,22 +17,22 @@ Scope = Literal["layer", "network"]
 
 
 class DepGraph(Structured):
-    """Removes the channels whose group, of all parameters that go with them, has the smallest norm.
+    """Removes the channels with the smallest norm of their group: all parameters that are removed with them.
 
     Fang et al., *DepGraph: Towards Any Structural Pruning*, CVPR 2023: a channel is scored by the squared L2 norms of
-    all slices that must go with it (of the layers that make it, normalise it and read it), averaged over these layers.
-    This is their method "group_norm", that without sparsity learning, in which scores are divided by the layer's mean.
-    The scores are torch-pruning's own; the removal is ours, because theirs replaces the parameters that the optimizer
-    knows.
+    all slices that are removed with it (of the layers that make it, normalise it and read it), averaged over these
+    layers. This is their method "group_norm" without sparsity learning, which divides scores by the layer's mean. The
+    scores are torch-pruning's own; the removal is ours, because theirs replaces the parameters of the optimizer.
 
-    Ours where they are silent: it prunes once, in one step, to ⌊(1−ratio)·n⌋ channels; one channel per layer stays.
+    Our choices where they are silent: it prunes once, in one step, to ⌊(1−ratio)·n⌋ channels; one channel per layer
+    stays.
 
     Args:
         model: The network.
-        optimizer: Whose state is cut with the network.
-        example_inputs: What the network is traced with.
-        scope: ``"layer"``: this share of every hidden layer. ``"network"``: all channels are ranked together.
-        **options: `ratio`, `prune_epoch`, `target` and `inverse`, as of `Structured`.
+        optimizer: The optimizer whose state is cut with the network.
+        example_inputs: A batch with which the network is traced.
+        scope: ``"layer"`` prunes this share of every hidden layer, ``"network"`` ranks all channels together.
+        **options: `ratio`, `prune_epoch`, `target` and `inverse`, as in `Structured`.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class DepGraph(Structured):
         self.scope = scope
 
     def scores(self) -> list[Tensor]:
-        """The group norm of every channel."""
+        """Computes the group norm of every channel."""
         return group_norms(self.model, self.example_inputs, self.groups)
 
     def choose(self, scores: Sequence[Tensor]) -> list[Tensor]:
-        """The units that go: of every layer, or of the network as a whole."""
+        """Chooses the units to prune, of every layer or of the network as a whole."""
         if self.scope == "layer":
             return super().choose(scores)
         total = sum(map(len, scores))

@@ -15,13 +15,13 @@ from rlsprune.model.modes import preserved
 
 
 def group_norms(model: nn.Module, example_inputs: ExampleInputs, groups: Sequence[Group]) -> list[Tensor]:
-    """torch-pruning's group norm of every unit: squared L2 norms, averaged over the layers, divided by their mean.
+    """Computes torch-pruning's group norms: squared L2 norms, averaged over the layers, divided by their mean.
 
     The network runs in evaluation mode and is left exactly as it was.
 
     Args:
         model: The network.
-        example_inputs: What it is called with.
+        example_inputs: The inputs with which it is called.
         groups: Groups of this network that layers produce, from ``find_groups``.
 
     Returns:
@@ -39,18 +39,18 @@ def group_norms(model: nn.Module, example_inputs: ExampleInputs, groups: Sequenc
             channels = list(range(axis_of(root.module, "out").size))
             cut = graph.get_pruner_of_module(root.module).prune_out_channels
             scores: Tensor = importance(graph.get_pruning_group(root.module, cut, channels))
-            # A unit of a grouped convolution is several channels of it.
+            # A unit of a grouped convolution consists of several of its channels.
             found.append(scores.detach().cpu()[root.index].sum(1))
     return found
 
 
 def dependencies(model: nn.Module, call: Call) -> Any:
-    """torch-pruning's dependency graph of a network, which runs on the call's arguments."""
+    """Builds torch-pruning's dependency graph of a network, which runs on the call's arguments."""
     # Imported here because it is slow to import and only this method needs it.
     import torch_pruning
 
     def outputs(*_: Any) -> list[Tensor]:
-        # After one more operation torch-pruning sees an output even where a layer's own result is returned.
+        # After one more operation, torch-pruning sees an output even if a layer's own result is returned.
         found = output_tensors(model(*call.args, **call.kwargs))
         return [tensor * 1 for tensor in found if tensor.grad_fn is not None]
 

@@ -1,4 +1,4 @@
-"""One-shot pruning of whole units that are drawn by lot."""
+"""One-shot pruning of whole units that are drawn at random."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ __all__ = ["RandomChoice"]
 
 
 class RandomChoice(Structured):
-    """Removes the same share of every hidden layer, drawn by lot: what any choice has to be better than.
+    """Removes the same share of every hidden layer, drawn at random: any method should do better.
 
-    The widths are those of `L1Norm` at the same ratio. The lot depends on the seed alone, not on torch's random state.
+    The widths are those of `L1Norm` at the same ratio. The choice depends only on the seed, not on torch's random
+    state.
 
     Args:
         model: The network.
-        optimizer: Whose state is cut with the network.
-        example_inputs: What the network is traced with.
-        seed: Of the lot.
-        **options: `ratio`, `prune_epoch`, `target` and `inverse`, as of `Structured`.
+        optimizer: The optimizer whose state is cut with the network.
+        example_inputs: A batch with which the network is traced.
+        seed: The seed of the choice.
+        **options: `ratio`, `prune_epoch`, `target` and `inverse`, as in `Structured`.
     """
 
     def __init__(
@@ -39,6 +40,6 @@ class RandomChoice(Structured):
         self.seed = seed
 
     def scores(self) -> list[Tensor]:
-        """A number drawn for every unit."""
+        """Draws a number for every unit."""
         generator = torch.Generator().manual_seed(self.seed)
         return [torch.rand(group.size, generator=generator) for group in self.groups]

@@ -1,4 +1,4 @@
-"""Zeroing the smallest weights after every epoch, and letting them come back."""
+"""Zeroing of the smallest weights after every epoch; they may come back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SoftPruning(Rival):
     He et al., *Soft Filter Pruning for Accelerating Deep Convolutional Neural Networks*, IJCAI 2018: after every epoch
     the filters with the smallest L2 norm are set to zero but trained on, so that they can recover, and are removed
     after the last epoch. The paper compares with a variant that "zeroes out the smallest 30 % absolute values of
-    weights at each epoch", removes none, and keeps 70.0 % of the weights of every layer, the output layer among them:
-    this is that variant.
+    weights at each epoch", removes none, and keeps 70.0 % of the weights of every layer, including the output layer.
+    This is that variant.
 
-    Ours where it is silent: it begins with the first epoch; ⌊(1−ratio)·n⌋ weights of a layer stay; the optimizer's
-    momentum is left as it is; the network is counted and evaluated after zeroing.
+    Our choices where it is silent: it begins with the first epoch; ⌊(1−ratio)·n⌋ weights of a layer stay; the
+    optimizer's momentum is left as it is; the network is counted and evaluated after zeroing.
 
     Args:
         model: The network.
@@ -34,7 +34,7 @@ class SoftPruning(Rival):
         layer_weights(model)
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent:
-        """Set the smallest weights of every layer to zero."""
+        """Sets the smallest weights of every layer to zero."""
         for copy in self.copies:
             hold_at_zero(layer_weights(copy), self._smallest(copy))
         return zero_out(self.model, self.example_inputs, self._smallest(self.model), epoch, loss)

@@ -19,17 +19,16 @@ class WeightLevel(OneShot):
     Han et al., *Learning both Weights and Connections for Efficient Neural Networks*, NIPS 2015: a network trained with
     L2 regularisation loses its connections below a threshold, and the others are trained further. Their threshold is a
     multiple of each layer's standard deviation. The paper's layers lose unequal shares and the network exactly 70 %
-    (MNIST) or 50 % (CIFAR-10, SVHN): so there is one threshold over all weights, the output layer's among them.
+    (MNIST) or 50 % (CIFAR-10, SVHN): so there is one threshold over all weights, including the output layer's.
 
-    The L2 regularisation is the weight decay of the optimizer that the run trains with. Ours where they are silent:
-    ⌊(1−ratio)·n⌋ weights stay; the weights are put back to zero after each step of the optimizer, whose momentum is
-    left as it is.
+    The L2 regularisation is the weight decay of the run's optimizer. Our choices where they are silent: ⌊(1−ratio)·n⌋
+    weights stay; the weights are set back to zero after each step of the optimizer, whose momentum is left as it is.
 
     Args:
         model: The network.
         example_inputs: A batch of its input; only its shape matters.
         ratio: The share of all weights that is set to zero.
-        prune_epoch: After which epoch, from 1, to prune; None for the unpruned twin.
+        prune_epoch: The epoch, from 1, after which to prune; None for the unpruned twin.
     """
 
     def __init__(self, model: nn.Module, example_inputs: Tensor, *, ratio: float, prune_epoch: int | None) -> None:
@@ -38,18 +37,18 @@ class WeightLevel(OneShot):
         self._zeroed: dict[str, Tensor] = {}
 
     def after_step(self) -> None:
-        """Put the pruned weights back to zero."""
+        """Sets the pruned weights back to zero."""
         hold_at_zero(self._weights, self._zeroed)
 
     def prune(self, epoch: int, loss: float) -> PruneEvent:
-        """Choose the weights that go and set them to zero."""
+        """Chooses the weights to prune and sets them to zero."""
         self._zeroed = dict(zip(self._weights, smallest(list(self._weights.values()), self.ratio), strict=True))
         for copy in self.copies:
             hold_at_zero(layer_weights(copy), self._zeroed)
         return zero_out(self.model, self.example_inputs, self._zeroed, epoch, loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the network has been pruned, and the masks: True where a weight is held at zero."""
+        """Returns whether the network has been pruned, and the masks: True where a weight is held at zero."""
         return super().state_dict() | {"zeroed": dict(self._zeroed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -63,5 +62,5 @@ class WeightLevel(OneShot):
         for name, mask in zeroed.items():
             found = tuple(self._weights[name].shape) if name in self._weights else "missing"
             if found != tuple(mask.shape):
-                raise ValueError(f"the mask of {name!r} has shape {tuple(mask.shape)}, the network's weight is {found}")
+                raise ValueError(f"the mask of {name!r} has shape {tuple(mask.shape)}; the network's weight is {found}")
         self._zeroed = {name: mask.to(self._weights[name].device) for name, mask in zeroed.items()}

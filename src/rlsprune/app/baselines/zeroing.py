@@ -1,4 +1,4 @@
-"""Single weights set to zero: which they are, and the event that says how many."""
+"""Zeroing of single weights: their choice, and the event that counts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlsprune.prune.event import PruneEvent
 
 
 def layer_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of all linear and convolution layers by name, each tensor once; biases and norms are no weights.
+    """Returns the weights of all linear and convolution layers by name, each tensor once, without biases and norms.
 
     Raises:
         ValueError: if a layer's weight is not a plain parameter, or there is no such layer.
@@ -38,11 +38,11 @@ def layer_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def smallest(weights: Sequence[Tensor], ratio: float) -> list[Tensor]:
-    """True where a weight is among the smallest by magnitude of all given, of which ⌊(1−ratio)·n⌋ stay."""
+    """Returns masks that are True for the smallest of all given weights by magnitude; ⌊(1−ratio)·n⌋ weights stay."""
     shapes = [weight.shape for weight in weights]
     flat = torch.cat([weight.detach().flatten() for weight in weights])
-    # Its method that computes a mask, and not prune.global_unstructured, which would put a computed tensor in the place
-    # of the parameter: optimizer, counting and saving are to see plain weights.
+    # Not prune.global_unstructured, which would replace the parameter by a computed tensor: optimizer, counting and
+    # saving must see plain weights.
     chooser: Any = L1Unstructured(amount=len(flat) - stays(len(flat), ratio))
     kept: Tensor = chooser.compute_mask(flat, torch.ones_like(flat, dtype=torch.bool))
     parts = torch.split(~kept, [shape.numel() for shape in shapes])
@@ -50,10 +50,10 @@ def smallest(weights: Sequence[Tensor], ratio: float) -> list[Tensor]:
 
 
 def ratio_at(model: nn.Module, target: float) -> float:
-    """The share of the weights to set to zero, so that this share of all parameters is left.
+    """Computes the share of the weights to set to zero so that this share of all parameters is left.
 
     Raises:
-        ValueError: What is no weight is already more than that.
+        ValueError: Biases and norms alone are already more than that.
     """
     params = sum(parameter.numel() for parameter in model.parameters())
     weights = sum(weight.numel() for weight in layer_weights(model).values())
@@ -68,9 +68,9 @@ def ratio_at(model: nn.Module, target: float) -> float:
 def zero_out(
     model: nn.Module, example_inputs: Tensor, zeroed: Mapping[str, Tensor], epoch: int, loss: float
 ) -> PruneEvent:
-    """Set weights to zero where the masks, by the names of ``layer_weights``, are True.
+    """Sets weights to zero where the masks, by the names of ``layer_weights``, are True.
 
-    The event counts parameters that are not zero; no unit goes, and a dense network costs the same FLOPs.
+    The event counts parameters that are not zero; no unit is removed, and a dense network costs the same FLOPs.
     """
     weights = layer_weights(model)
     params, flops = count(model, example_inputs)
@@ -90,6 +90,6 @@ def zero_out(
 
 @torch.no_grad()
 def hold_at_zero(weights: Mapping[str, nn.Parameter], zeroed: Mapping[str, Tensor]) -> None:
-    """Set weights to zero where the masks of the same names are True."""
+    """Sets weights to zero where the masks of the same names are True."""
     for name, mask in zeroed.items():
         weights[name].masked_fill_(mask, 0)

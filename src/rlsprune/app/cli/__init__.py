@@ -1,1 +1,1 @@
-"""The command line. Nothing else in the package knows the terminal; torch is imported when a command needs it."""
+"""The command line. Only this package writes to the terminal; torch is imported when a command needs it."""

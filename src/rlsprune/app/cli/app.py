@@ -1,4 +1,4 @@
-"""The application that the commands belong to."""
+"""The application with all commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
-import rich  # noqa: F401  # typer does without, the progress display does not: say so before a run, not in it
+import rich  # noqa: F401  # only the progress display needs it; if missing, it raises before a run, not during it
 import typer
 
 import rlsprune
@@ -59,7 +59,7 @@ def _global(
 
 
 def _show_flags_bare(command: Any) -> None:
-    """A flag takes no value; typer would say `<bool>` beside it."""
+    """Removes `<bool>`, which typer shows beside a flag although it takes no value."""
     for parameter in command.get_params(command.context_class(command)):
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""

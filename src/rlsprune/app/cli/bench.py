@@ -1,4 +1,4 @@
-"""`rlsprune bench`: what RLS and a prune cost on this machine."""
+"""`rlsprune bench`: measures the costs of RLS and of a prune on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench(
         typer.Option("--shape", help="The shape of one input, such as 3,224,224. Default: the experiment's."),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=2, help="Inputs per step.")] = 128,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often to measure each step.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="The number of measurements of each step.")] = 5,
     device: options.Device = None,
     threads: options.Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
@@ -66,7 +66,7 @@ def bench(
 
 
 def _network(name: str, shape: str | None) -> tuple[nn.Module, list[int]]:
-    """The network, and the shape of one input."""
+    """Returns the network, and the shape of one input."""
     from rlsprune.app.experiments.registry import EXPERIMENTS
     from rlsprune.app.fit.model import find_builder
 

@@ -1,4 +1,4 @@
-"""`rlsprune check`: whether a run's folder or a model file is whole."""
+"""`rlsprune check`: checks that a run's folder or a model file is sound."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _methods(text: str) -> list[str]:
 
 
 def _finished(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:
-    """The finished runs, with the settings they were run with: the experiment's defaults may have changed since."""
+    """Returns the finished runs with their own settings, because the experiment's defaults may have changed since."""
     from rlsprune.app.run.folder import RunFolder
 
     found = []
@@ -171,7 +171,7 @@ def _run(runs: Sequence[PlannedRun], jobs: int, quiet: bool, on_ray: bool = Fals
     from rich.console import Console
 
     if started_by_torchrun():
-        raise ValueError("torchrun is for `run`, `fit` and `pareto`: many runs go side by side with --jobs")
+        raise ValueError("torchrun is for `run`, `fit` and `pareto`: use --jobs for several runs at a time")
     from rlsprune.app.cli.terminal import describe
     from rlsprune.app.experiments.jobs import run_all
 

@@ -1,4 +1,4 @@
-"""`rlsprune data`: which data sets there are, and getting them."""
+"""`rlsprune data`: lists and downloads the data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executes a run for a command: shows its progress, writes its page, and says how to resume if it is interrupted."""
+"""Executes a run for a command: shows its progress, writes its page, and says how to resume after an interruption."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _COMPARED = (
     ("given", "given weights"),
     ("int8", "pruned network in 8-bit integers"),
 )
-"""Whose score is told beside that of the run's network."""
+"""Other networks whose scores are printed beside that of the run's network, by the prefix of their keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What the user wants to see of a run."""
+    """The output that the user wants from a run."""
 
     quiet: bool
     as_json: bool = False
-    """The summary and nothing else."""
+    """Whether only the summary is printed, as JSON."""
     loggers: tuple[str, ...] = ()
-    """Where the run is logged, too: some of `LOGGERS`."""
+    """The names of loggers of the run, some of `LOGGERS`."""
 
     @property
     def hidden(self) -> bool:
-        """Whether no progress is shown; of several processes one shows it."""
+        """Returns whether no progress is shown; only one of several processes shows it."""
         return self.quiet or self.as_json or not leads()
 
 
@@ -53,16 +53,16 @@ def execute(
     shown: Shown,
     pictures: Callable[[Summary], dict[str, Callable[[Path], object]]] = lambda summary: {},
 ) -> None:
-    """Starts or resumes a run and writes its page; for a finished run, writes what is missing.
+    """Starts or resumes a run and writes its page; for a finished run, writes missing files.
 
-    Of several processes only rank 0 writes and speaks.
+    Only rank 0 of several processes writes and prints.
 
     Args:
-        command: "run" or "fit", to say how to go on.
+        command: "run" or "fit", to say how to resume.
         path: The run's folder.
-        train: Gives the summary; called with the folder and who watches.
-        shown: What is said meanwhile and in the end.
-        pictures: Further files: name → what writes it.
+        train: Function from the folder and an observer to the summary.
+        shown: The output that the user wants.
+        pictures: Function from the summary to the writers of further files by their names.
     """
     from rlsprune.app.cli.terminal import describe, observer
     from rlsprune.app.report import write_report
@@ -73,7 +73,7 @@ def execute(
         summary = train(folder, observer(shown.hidden, shown.loggers if leads() else (), path))
     except KeyboardInterrupt:
         if folder.started:
-            say(f"Go on with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
+            say(f"Resume with: rlsprune {command} --resume {shlex.quote(str(path))}", err=True)
         raise
     if not leads():
         return

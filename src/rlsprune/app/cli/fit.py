@@ -79,8 +79,8 @@ def fit(
         str | None,
         typer.Option(
             "--class-weights",
-            help="How much each class counts in the loss: balanced, numbers (1,5,2), or names with "
-            "numbers (cat=1,dog=5).",
+            help="The weight of each class in the loss: balanced, numbers (1,5,2), or names with numbers "
+            "(cat=1,dog=5).",
         ),
     ] = None,
     weights: Annotated[
@@ -105,14 +105,14 @@ def fit(
     ] = None,
     features: Annotated[
         int | None,
-        typer.Option("--features", help="How many columns of a table to keep. Default: as many as pruning leaves."),
+        typer.Option("--features", help="The number of a table's columns to keep. Default: as many as pruning leaves."),
     ] = None,
     max_drop: Annotated[
         float | None,
         typer.Option(
             "--max-drop",
             help="Train the unpruned network (or take --weights as they are), then find the smallest one whose "
-            "held-out score is at most so many points worse. A point is 0.01 of R², or one unit of mae and rmse.",
+            "held-out score is at most this many points worse. A point is 0.01 of R², or one unit of mae and rmse.",
         ),
     ] = None,
     recovery_epochs: Annotated[
@@ -127,12 +127,12 @@ def fit(
         bool | None,
         typer.Option("--allocate/--no-allocate", help=f"{options.ALLOCATE} Default: yes, with --gate valid."),
     ] = None,
-    epochs: Annotated[int, typer.Option("--epochs", help="How many epochs to train, pruning included.")] = 20,
+    epochs: Annotated[int, typer.Option("--epochs", help="The number of epochs, including those of pruning.")] = 20,
     warmup_epochs: Annotated[
         int | None,
         typer.Option(
             "--warmup-epochs",
-            help="q: how many epochs come before the first prune. Default: a tenth of all, 1 with --weights.",
+            help="q: the number of epochs before the first prune. Default: a tenth of all, 1 with --weights.",
         ),
     ] = None,
     gate: options.GateName = None,
@@ -274,7 +274,7 @@ def _execute(config: FitConfig, path: Path, shown: Shown) -> None:
 
         try:
             return run_fit(config, folder, observer, lambda: terminal.observer(shown.hidden))
-        except ExportError as error:  # the training stands
+        except ExportError as error:  # the trained model was saved
             say(f"No model.onnx was written: {error}", err=True)
             return folder.read_summary()
 

@@ -20,9 +20,9 @@ __all__ = ["new_folder", "open_folder", "read_config", "refuse_other_options"]
 
 
 def new_folder(name: str, out: Path | None) -> Path:
-    """The requested folder, which must not hold a run, or the first free folder of the default name.
+    """Returns the requested folder, which must not hold a run, or the first free folder of the default name.
 
-    Of several processes, rank 0 chooses.
+    If there are several processes, rank 0 chooses.
     """
     if not started_by_torchrun():
         return _choose(name, out)
@@ -34,20 +34,20 @@ def new_folder(name: str, out: Path | None) -> Path:
 
 
 def open_folder(path: Path) -> RunFolder:
-    """A run's folder, which only one of several processes writes."""
+    """Opens a run's folder, which only one of several processes writes."""
     from rlsprune.app.run.folder import FollowedFolder, RunFolder
 
     return RunFolder(path) if leads() else FollowedFolder(path)
 
 
 def read_config(path: Path, of_fit: str, device: str | None, data_dir: Path | None) -> RunConfig:
-    """The config of a run of `rlsprune run`, on a device that this machine has.
+    """Reads the config of a run of `rlsprune run`, with a device that this machine has.
 
     Args:
         path: The run's folder.
-        of_fit: What to do if it is a run of `rlsprune fit`.
-        device: None for the run's own.
-        data_dir: None for the run's own.
+        of_fit: The remedy in the error if it is a run of `rlsprune fit`.
+        device: The device; None for the run's own.
+        data_dir: The folder of the data; None for the run's own.
     """
     from rlsprune.app.run.folder import RunFolder
 
@@ -64,14 +64,14 @@ def _choose(name: str, out: Path | None) -> Path:
 
     if out is not None:
         if RunFolder(out).started:
-            raise ValueError(f"{out} holds a run already: resume it with `--resume {out}`, or give another --out")
+            raise ValueError(f"{out} already holds a run: resume it with `--resume {out}`, or give another --out")
         return out
     candidates = (Path("runs") / (f"{name}-{number}" if number > 1 else name) for number in range(1, 1_000_000))
     return next(path for path in candidates if not RunFolder(path).started)
 
 
 def refuse_other_options(context: typer.Context, allowed: Collection[str]) -> None:
-    """Raises for options that make no sense with --resume, and names them."""
+    """Raises ValueError with the names of options that make no sense with --resume."""
     given = [
         name
         for name in context.params

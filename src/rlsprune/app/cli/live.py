@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["LiveObserver"]
 
 _GATED = {"train": "mean training loss", "batch": "loss of the last batch", "valid": "held-out loss"}
-_LOOK_SECONDS = 0.25  # between two looks at a batch's loss, for which an accelerator has to stop
+_LOOK_SECONDS = 0.25  # between two reads of a batch's loss, for which an accelerator has to stop
 _WIDEST = 44  # characters of the widest layer's bar
 _BESIDE = 44  # characters beside the bars
-_OTHER_LINES = 9  # of the display, beside the layers
+_OTHER_LINES = 9  # lines of the display beside the layers
 
 
 class LiveObserver(LineObserver):
     """Shows events, which scroll by, and below them the present state of the run.
 
     Args:
-        console: None for that of the terminal.
+        console: The console; None for that of the terminal.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -54,13 +54,13 @@ class LiveObserver(LineObserver):
         self._best: Mapping[str, Any] | None = None
         self._loss: float | None = None
         self._looked = 0.0
-        # Last: it draws at once.
+        # Created last, because it draws at once.
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=6, transient=True)
 
-    # --- what a run tells ---------------------------------------------------------------------------------------------
+    # --- calls by the run ---------------------------------------------------------------------------------------------
 
     def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:
-        """Shows the display."""
+        """Starts the display."""
         super().start(config, done, epochs, batches)
         self._config, self._done, self._batches = config, done, batches
         self._progress.reset(self._epoch_task, total=epochs * batches, completed=done * batches, text=self._position())
@@ -70,14 +70,14 @@ class LiveObserver(LineObserver):
     def network(
         self, model: nn.Module, layers: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Shows the layers, and where an earlier part of the run ended."""
+        """Shows the layers, and the last figures of an earlier part of the run."""
         self._layers = layers
         for line in metrics:
             self._note(line)
 
     def batch(self, number: int, loss: Tensor) -> None:
-        """Moves the bars; looks at the loss now and then."""
-        if number == 1:  # of a new epoch, whose pace is its own
+        """Moves the bars, and reads the loss now and then."""
+        if number == 1:  # a new epoch may have another pace
             self._progress.reset(self._batch_task, total=self._batches)
         self._progress.update(self._batch_task, completed=number, text=f"{number}/{self._batches}")
         self._progress.update(self._epoch_task, completed=self._done * self._batches + number, text=self._position())
@@ -86,18 +86,18 @@ class LiveObserver(LineObserver):
             self._loss, self._looked = float(loss), now
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
-        """The epoch's figures."""
+        """Shows the epoch's figures."""
         self._done = metrics["epoch"]
         self._layers = metrics.get("layers") or self._layers
         self._note(metrics)
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """The result, layer by layer."""
+        """Prints the result, layer by layer."""
         self.console.print(_result(summary))
         super().end(summary)
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Releases the terminal."""
         self._live.stop()
 
     def _note(self, line: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class LiveObserver(LineObserver):
         if self._best is None or self.metric.at_least_as_good(line[name], self._best[name]):
             self._best = line
 
-    # --- what is shown ------------------------------------------------------------------------------------------------
+    # --- the display --------------------------------------------------------------------------------------------------
 
     def _position(self) -> str:
         return f"{min(self._done + 1, self._epochs)}/{self._epochs}"
@@ -132,7 +132,7 @@ class LiveObserver(LineObserver):
             yield label, Text(self.metric.text(last[self.metric.name])).append(best, "dim")
 
     def _gate(self) -> Text:
-        """The loss that counts, against what it has to get below."""
+        """Compares the loss of the gate with the level that it must fall below."""
         last = self._last
         level = None if last is None else last.get("gate_level")
         kind = _GATED.get(str(self._config.get("gate")), "loss")
@@ -140,7 +140,7 @@ class LiveObserver(LineObserver):
             loss = last["gate_loss"]
             what = "last prune, kept if" if last.get("pruning_ended") else "prunes when"
             text = Text(f"{what} the {kind} is below {level:.4f}")
-            if last.get("pruned"):  # the loss is that of the network before
+            if last.get("pruned"):  # the loss is that of the network before the prune
                 return text.append(f"; pruned after epoch {last['epoch']}", "dim")
             if loss is None:
                 return text
@@ -154,7 +154,7 @@ class LiveObserver(LineObserver):
         return Text(f"open from epoch {self._config.get('warmup_epochs', 0) + 1} on", "dim")
 
     def _bars(self) -> list[RenderableType]:
-        """One bar per layer: what is left, and in grey what was removed."""
+        """Draws a bar per layer: the channels that are left, and in grey the removed ones."""
         rows = max(3, self.console.height - _OTHER_LINES)
         shown = self._layers[:rows]
         full = [_full(layer) for layer in self._layers]
@@ -174,7 +174,7 @@ class LiveObserver(LineObserver):
 
 def _full(layer: Mapping[str, Any]) -> int:
     channels: int = layer["channels"]
-    share: float = layer["nodes_percent"]  # each channel has as many
+    share: float = layer["nodes_percent"]  # equals the share of channels: each has the same number of nodes
     return round(100 * channels / share) if share else channels
 
 

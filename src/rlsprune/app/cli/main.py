@@ -1,4 +1,4 @@
-"""The entry point of the command line: errors in one line, and what the exit codes mean."""
+"""The entry point of the command line, with one-line errors and the exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ABOUT", "main"]
 
 ABOUT = "Make PyTorch networks smaller, while they train or after they are trained."
 
-FAILED = 1  # anything else: the disk, the network, a bug
+FAILED = 1  # any other error: the disk, the network, a bug
 USAGE = 2  # options, settings, files or an installation that do not fit
 NO_DATA = 3  # a data set is missing or damaged
 DIVERGED = 4  # numbers that are not finite
@@ -27,20 +27,20 @@ _EXTRA = {
     "torch_pruning": "cli",
     **dict.fromkeys(("mlflow", "wandb"), "loggers"),
 }
-"""The extra that a package is in."""
+"""The extra that installs a package."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code.
 
     Args:
-        arguments: None for those of the process. ``--debug`` anywhere among them shows tracebacks.
+        arguments: The arguments; None for those of the process. ``--debug`` anywhere among them shows tracebacks.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an arrow that a terminal does not know must not end a run
+            stream.reconfigure(errors="replace")  # an arrow that a terminal cannot show must not end a run
     warnings.formatwarning, given_format = _format_warning, warnings.formatwarning
     try:
         from rlsprune.app.cli.app import execute
@@ -65,7 +65,7 @@ def _needs_extra(error: Exception) -> TypeGuard[ModuleNotFoundError]:
 
 
 def _answer(given: Sequence[str]) -> str | None:
-    """What can be said without the packages of the command line; None for all but --version and --help."""
+    """Returns the answer to --version or --help without the packages of the command line; None for other arguments."""
     if given and given[0] == "--version":
         return f"{rlsprune.__version__}\n"
     if given and not {"--help", "-h"} & set(given):
@@ -74,17 +74,17 @@ def _answer(given: Sequence[str]) -> str | None:
         f"rlsprune {rlsprune.__version__}: {ABOUT}\n\n"
         "Its commands need packages that are not installed. Install them with\n\n"
         '    pip install "rlsprune[cli]"\n\n'
-        "and `rlsprune --help` tells more. The library (`import rlsprune`) works without them.\n"
+        "and `rlsprune --help` shows more. The library (`import rlsprune`) works without them.\n"
     )
 
 
 def _explain(error: Exception, debug: bool) -> int:
     if _needs_extra(error):
         extra = _EXTRA[(error.name or "").partition(".")[0]]
-        # pip takes the extra of the version that is installed, from wherever it came
+        # pip takes the extra of the installed version, whatever its source
         return _say(f'{error.name} is not installed: run `pip install "rlsprune[{extra}]"`', USAGE)
     message = str(error) or type(error).__name__
-    # By module and name: the classes themselves would have to be imported, and torch with them.
+    # Compared by name, because importing the classes would import torch.
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     if "rlsprune.app.data.errors.DataError" in kinds:
         return _say(message, NO_DATA)
@@ -99,7 +99,7 @@ def _explain(error: Exception, debug: bool) -> int:
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *place: object, **line: object) -> str:
-    """Formats a warning in one line: where in the code it was raised tells users nothing."""
+    """Formats a warning in one line, without its place in the code, which does not help users."""
     return f"rlsprune: {category.__name__}: {printable(' '.join(str(message).split()))}\n"
 
 

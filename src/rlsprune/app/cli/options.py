@@ -24,7 +24,7 @@ def _choices(names: tuple[str, ...]) -> str:
 
 
 def completing(names: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """What a shell offers for the beginning of a name, or of the last of several names separated by commas."""
+    """Returns a function that completes a name, or the last of several names separated by commas."""
 
     def offer(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -42,7 +42,7 @@ ExperimentName = Annotated[
     ),
 ]
 MethodName = Annotated[
-    str, typer.Option("--method", help=f"How to prune: {_choices(METHODS)}.", autocompletion=completing(METHODS))
+    str, typer.Option("--method", help=f"The pruning method: {_choices(METHODS)}.", autocompletion=completing(METHODS))
 ]
 OptimizerName = Annotated[
     str | None,
@@ -56,7 +56,7 @@ PresetName = Annotated[
     str,
     typer.Option(
         "--preset",
-        help="How long to train: short (made for a CPU) or paper (200 epochs).",
+        help="The length of training: short (made for a CPU) or paper (200 epochs).",
         autocompletion=completing(PRESETS),
     ),
 ]
@@ -64,8 +64,8 @@ RecipeName = Annotated[
     str | None,
     typer.Option(
         "--recipe",
-        help=f"How to train: {_choices(RECIPES)} (images, loss, schedule, average of the weights, epochs). Default: "
-        "ours for rls and scratch, paper for all others.",
+        help=f"The way to train: {_choices(RECIPES)} (images, loss, schedule, average of the weights, epochs). "
+        "Default: ours for rls and scratch, paper for all others.",
         autocompletion=completing(RECIPES),
     ),
 ]
@@ -76,10 +76,10 @@ CpuSeconds = Annotated[
     float | None,
     typer.Option(
         "--cpu-seconds",
-        help="Processor time to train for, instead of --epochs; the rate falls and pruning ends by the time used.",
+        help="The processor time in seconds, instead of --epochs. The rate falls and pruning ends by the time used.",
     ),
 ]
-Epochs = Annotated[int | None, typer.Option("--epochs", help="How many epochs to train. Default: the preset's.")]
+Epochs = Annotated[int | None, typer.Option("--epochs", help="The number of epochs. Default: the preset's.")]
 Ratio = Annotated[
     float | None,
     typer.Option("--ratio", help="ξ of rls and rls-paper: the largest share of a layer that one event removes."),
@@ -101,7 +101,7 @@ TargetOf = Annotated[
     str | None,
     typer.Option(
         "--target-of",
-        help=f"What --target is a share of: {_choices(TARGETS)}. Default: params.",
+        help=f"The quantity of which --target is a share: {_choices(TARGETS)}. Default: params.",
         autocompletion=completing(TARGETS),
     ),
 ]
@@ -122,7 +122,7 @@ Allocate = Annotated[
 ]
 Warmup = Annotated[
     int | None,
-    typer.Option("--warmup-epochs", help="q: how many epochs come before the first prune. Default: the preset's."),
+    typer.Option("--warmup-epochs", help="q: the number of epochs before the first prune. Default: the preset's."),
 ]
 PruneEpoch = Annotated[
     int | None,
@@ -147,10 +147,10 @@ LossName = Annotated[
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images per minibatch. Default: the preset's.")]
 TrainImages = Annotated[
-    int | None, typer.Option("--train-images", help="How many images to train on. Default: the preset's.")
+    int | None, typer.Option("--train-images", help="The number of images to train on. Default: the preset's.")
 ]
 TestImages = Annotated[
-    int | None, typer.Option("--test-images", help="How many images to test on. Default: the preset's.")
+    int | None, typer.Option("--test-images", help="The number of images to test on. Default: the preset's.")
 ]
 Augment = Annotated[
     bool | None,
@@ -168,20 +168,20 @@ Device = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Where to compute: cpu, cuda, cuda:1, mps. Default: a resumed run's own device, else cuda if there is "
-        "one, else cpu. Another device may give other numbers.",
+        help="The device to compute on: cpu, cuda, cuda:1, mps. Default: a resumed run's own device, else cuda if "
+        "there is one, else cpu. Another device may give other numbers.",
         autocompletion=completing(("cpu", "cuda", "mps")),
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Torch's threads. Default: the idle cores, shared by --jobs."),
+    typer.Option("--threads", min=1, help="The number of torch's threads. Default: the idle cores, divided by --jobs."),
 ]
 OnFault = Annotated[
     str | None,
     typer.Option(
         "--on-fault",
-        help="What to do about a NaN, an infinity or a diverging loss: raise (stop), skip (leave the batch out) or "
+        help="The response to a NaN, an infinity or a diverging loss: raise (stop), skip (leave the batch out) or "
         "rollback (return to the last checkpoint and halve the step). Default: raise.",
         autocompletion=completing(ON_FAULT),
     ),
@@ -193,10 +193,10 @@ Bfloat16 = Annotated[
     bool,
     typer.Option(
         "--bfloat16",
-        help="Run the forward passes of training in bfloat16, by autocast: faster where the device has it.",
+        help="Run the forward passes of training in bfloat16 by autocast, which is faster if the device has it.",
     ),
 ]
-Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="How many runs to do at a time.")]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="The number of runs at a time.")]
 Seed = Annotated[int, typer.Option("--seed", help="The seed of initialisation and shuffling.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas. Each makes a run.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for the results.")]
@@ -214,10 +214,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON 
 
 
 def loggers(given: list[str] | None) -> tuple[str, ...]:
-    """The loggers that were asked for, each once.
+    """Returns the requested loggers, each once.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is no logger of that name.
     """
     for name in given or ():
         check_choice("logger", name, LOGGERS)
@@ -250,11 +250,11 @@ def _training(
     deterministic: Deterministic = False,
     bfloat16: Bfloat16 = False,
 ) -> None:
-    """What `run`, `compare` and `sweep` can be told about how to train."""
+    """Declares the options of training that `run`, `compare` and `sweep` share."""
 
 
 def with_training(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of training to a command, which gets them together as its argument `training`."""
+    """Adds the options of training to a command, which gets them as one argument `training`."""
     own, shared = (inspect.signature(function, eval_str=True).parameters for function in (command, _training))
     parameters = [parameter for name, parameter in own.items() if name != "training"] + list(shared.values())
 
@@ -271,7 +271,7 @@ def with_training(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def settings(training: Mapping[str, Any], jobs: int = 1) -> dict[str, Any]:
-    """The options of training as `make_config` takes them."""
+    """Converts the options of training to arguments of `make_config`."""
     machine = ("device", "threads", "data_dir", "no_verify")
     device, threads, data_dir, no_verify = (training[name] for name in machine)
     others = {name: value for name, value in training.items() if name not in machine}
@@ -281,7 +281,7 @@ def settings(training: Mapping[str, Any], jobs: int = 1) -> dict[str, Any]:
 def resolve(
     device: str | None, threads: int | None, data_dir: Path | None, no_verify: bool, jobs: int = 1
 ) -> dict[str, Any]:
-    """The fields of a run's config that depend on the machine."""
+    """Returns the fields of a run's config that depend on the machine."""
     import torch
 
     jobs *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes on this machine
@@ -295,17 +295,17 @@ def resolve(
 
 
 def _free_cores() -> int:
-    """Cores that other work leaves free. Threads that wait for a busy core slow a small network down twentyfold."""
+    """Counts idle cores. Threads that wait for a busy core slow a small network down twentyfold."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
     return max(1, cores - busy)
 
 
 def usable_device(name: str) -> str:
-    """The device, if this machine has it.
+    """Returns the name of the device if this machine has it.
 
     Raises:
-        ValueError: It has not.
+        ValueError: The machine does not have it.
     """
     import torch
 
@@ -318,7 +318,7 @@ def usable_device(name: str) -> str:
 
 
 def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
-    """Numbers separated by commas."""
+    """Parses numbers separated by commas."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`rlsprune pareto`: how small a finished run's network can get, and what that costs."""
+"""`rlsprune pareto`: shrinks a finished run's network and shows what each size costs in accuracy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pareto(
     max_drop: Annotated[
         float | None,
         typer.Option(
-            "--max-drop", help="Stop when the held-out score stays so many points below the run's. Default: 1."
+            "--max-drop", help="Stop when the held-out score stays this many points below the run's. Default: 1."
         ),
     ] = None,
     target: Annotated[
@@ -40,7 +40,7 @@ def pareto(
     ] = None,
     ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that a round removes.")] = 0.2,
     recovery_epochs: Annotated[
-        int, typer.Option("--recovery-epochs", help="At most so many epochs of training after each round.")
+        int, typer.Option("--recovery-epochs", help="The most epochs of training after each round.")
     ] = 2,
     lr: Annotated[float, typer.Option("--lr", help="The learning rate of RLS in these epochs.")] = 0.1,
     data_dir: options.DataDir = None,
@@ -81,7 +81,7 @@ def pareto(
             result = shrink_run(config, source, folder, settings, on_point=show, on_progress=progress)
     except (KeyboardInterrupt, FloatingPointError):
         if (folder / "pareto.json").exists():
-            typer.echo(printable(f"Stopped. What there is so far is in {folder}"), err=True)
+            typer.echo(printable(f"Stopped. The front so far is in {folder}"), err=True)
         raise
     if not leads():
         return
@@ -89,12 +89,12 @@ def pareto(
     share = 100 * chosen["params"] / full["params"]
     typer.echo(f"Chosen: {share:.1f} % of the parameters, {metric.label} {metric.text(chosen[metric.name])}")
     if config.method != "shrink":
-        typer.echo("The run may have trained on the held-out examples: judge the networks by their test scores")
+        typer.echo("The run may have trained on the held-out examples: compare the networks by their test scores")
     typer.echo(printable(f"Written to {folder}: model.safetensors, pareto.png and pareto.json"))
 
 
 def _config(run: Path, source: RunFolder, device: str | None, data_dir: Path | None) -> RunConfig | FitConfig:
-    """The configuration of a run of either command, on a device that this machine has."""
+    """Reads the configuration of a run of either command, with a device that this machine has."""
     values = source.read_json("config")
     if "import_from" not in values:
         return folders.read_config(run, "", device, data_dir)

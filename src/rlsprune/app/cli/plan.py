@@ -1,4 +1,4 @@
-"""`rlsprune plan`: what a network costs on a number of processes, without running it."""
+"""`rlsprune plan`: estimates the costs of a network on several processes, without running it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EXAMPLES = """Examples: `rlsprune plan vgg16 --world-size 8 --batch 256` ·
 _BUILT_IN = ("vgg16", "resnet50", "vit_large", "decoder_8b")
 
 _WHOLE_EVENTS = (
-    "The event is one that is refitted layer by layer. With batch norm one process refits as a whole, which also takes "
-    "a copy of the network, up to 512 kept inputs (128 MB at most), the activations of a batch of them, and the time "
-    "of some nine forward passes over 1,024 inputs."
+    "The estimated event refits layer by layer. With batch norm, a single process refits the network as a whole, which "
+    "also takes a copy of the network, up to 512 kept inputs (128 MB at most), the activations of a batch of them, and "
+    "the time of about nine forward passes over 1,024 inputs."
 )
 
 
@@ -41,10 +41,10 @@ def plan(
             autocompletion=options.completing((*_BUILT_IN, *EXPERIMENTS)),
         ),
     ],
-    world_size: Annotated[int, typer.Option("--world-size", help="How many processes.")] = 1,
+    world_size: Annotated[int, typer.Option("--world-size", help="The number of processes.")] = 1,
     batch: Annotated[int, typer.Option("--batch", help="Inputs per step, over all processes.")] = 128,
     sharded: Annotated[
-        bool, typer.Option("--sharded", help="fully_shard divides weights, gradients and velocities, block by block.")
+        bool, typer.Option("--sharded", help="Divide weights, gradients and velocities by fully_shard, block by block.")
     ] = False,
     rank: Annotated[int, typer.Option("--rank", help="The rank of P in factors; 0 for P whole.")] = 16,
     memory: Annotated[float, typer.Option("--memory", help="The memory of a process, in GiB.")] = 16.0,
@@ -56,7 +56,7 @@ def plan(
         float | None, typer.Option("--gbytes", help="The memory bandwidth, in GB/s. Default: this machine's, measured.")
     ] = None,
     link: Annotated[
-        float, typer.Option("--link", help="The speed of the link between processes, in GB/s; 12.5 are 100 Gbit/s.")
+        float, typer.Option("--link", help="The speed of the link between processes, in GB/s; 12.5 is 100 Gbit/s.")
     ] = 12.5,
     device: options.Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -87,7 +87,7 @@ def plan(
 
 
 def _build(name: str) -> tuple[nn.Module, Tensor | None]:
-    """The network, without memory for its weights, and an input, if its shape is known."""
+    """Builds the network without memory for its weights, and an input if its shape is known."""
     import torch
 
     from rlsprune.app.experiments.registry import EXPERIMENTS
@@ -155,7 +155,7 @@ def _summary(made: CostPlan) -> list[str]:
     ]
     if made.sharded:
         lines.append(
-            f"P, {_bytes(made.inverse_bytes)} on every process, is more than its part of weights, gradients and "
+            f"P, {_bytes(made.inverse_bytes)} on every process, exceeds a process's part of weights, gradients and "
             f"velocities from {made.ranks_to_outgrow:,} processes on."
         )
     return lines

@@ -1,4 +1,4 @@
-"""`rlsprune run`: one run, or the rest of it."""
+"""`rlsprune run`: starts or resumes a run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _execute(config: RunConfig, path: Path, shown: Shown) -> None:
 
 
 def _run_of_shape(settings: dict[str, Any], experiment: str, folder: Path, quiet: bool) -> Path:
-    """Runs `rls` beside a run of `scratch`, unless it is there already."""
+    """Runs `rls` in a folder beside that of `scratch`, unless it is already finished there."""
     source = folder.with_name(f"{folder.name}-shape")
     _execute(make_config(experiment, "rls", **settings), source, Shown(quiet=quiet))
     return source

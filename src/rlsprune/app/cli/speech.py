@@ -1,4 +1,4 @@
-"""Words for the terminal: nothing that a path, a file or a library's message contains can command it."""
+"""Output to the terminal that no path, file or library message can control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def say(text: str, *, err: bool = False) -> None:
     """Prints lines, with control characters escaped.
 
     Args:
-        text: Of any origin.
-        err: To standard error.
+        text: The text, from any source.
+        err: Whether to print to standard error.
     """
     typer.echo(printable(text), err=err)

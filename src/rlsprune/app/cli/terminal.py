@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a live display on a terminal, plain lines elsewhere."""
+"""The output of a run in progress: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LineObserver", "describe", "name_run", "observer", "status"]
 
 
 def observer(quiet: bool, loggers: Sequence[str] = (), folder: Path | None = None) -> Observer:
-    """The observer that fits standard output, and the loggers of the run in that folder, as one."""
+    """Returns one observer for standard output and for the loggers of the run in that folder."""
     if loggers and folder is not None:
         from rlsprune.app.run.loggers import make_logger
 
@@ -38,7 +38,7 @@ def observer(quiet: bool, loggers: Sequence[str] = (), folder: Path | None = Non
 
 @contextmanager
 def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str, int, int | None], object]]]:
-    """Gives two functions for long work: one prints a line, the other moves a bar below the lines on a terminal."""
+    """Yields two functions for long work: one prints a line, the other moves a bar below the lines on a terminal."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
@@ -56,7 +56,7 @@ def status(quiet: bool) -> Iterator[tuple[Callable[[str], object], Callable[[str
 
 
 def name_run(run: Mapping[str, Any]) -> str:
-    """The name of a run, from its config or its summary: method, network and seed."""
+    """Makes the name of a run from its config or its summary: method, network and seed."""
     method, optimizer = run["method"], run.get("optimizer", run["method"])
     if method in ("rls", "none") and optimizer != method:  # the method says how to prune, not how to train
         method = f"{optimizer} {'without' if method == 'none' else 'with'} pruning"
@@ -64,7 +64,7 @@ def name_run(run: Mapping[str, Any]) -> str:
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """A finished run in one line."""
+    """Describes a finished run in one line."""
     metric = metric_of(summary)
     return printable(
         f"{name_run(summary)}: {metric.label} "
@@ -74,20 +74,20 @@ def describe(summary: Mapping[str, Any]) -> str:
 
 
 class LineObserver(Observer):
-    """A line per epoch and per event."""
+    """Prints a line per epoch and per event."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
         self._epochs, self.metric = 0, METRICS["accuracy"]
 
     def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:
-        """Says what is run."""
+        """Prints the name of the run."""
         self._epochs, self.metric = epochs, metric_of(config)
         resumed = f", resumed after epoch {done}" if done else ""
         self.console.print(printable(f"{name_run(config)}, {epochs} epochs{resumed}"))
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
-        """The epoch's figures."""
+        """Prints the epoch's figures."""
         shape = "-".join(str(count.channels) for count in counts.values())
         self.console.print(
             f"epoch {metrics['epoch']:>{len(str(self._epochs))}}/{self._epochs}  loss {metrics['train_loss']:.4f}  "
@@ -96,7 +96,7 @@ class LineObserver(Observer):
         )
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """What was pruned."""
+        """Prints what was pruned."""
         changes = [
             f"{layer['name']} {layer['before']}→{layer['after']}"
             for layer in event["layers"]
@@ -110,7 +110,7 @@ class LineObserver(Observer):
         )
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """The result."""
+        """Prints the result."""
         self.console.print(describe(summary))
         if summary.get("missed_target") is not None:
             self.console.print(

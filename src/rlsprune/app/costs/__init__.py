@@ -1,1 +1,1 @@
-"""What RLS costs on big networks and many processes, computed before anything is run."""
+"""The costs of RLS on large networks and many processes, estimated before a run."""

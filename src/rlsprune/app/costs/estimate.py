@@ -1,4 +1,4 @@
-"""What training, pruning and shrinking a network cost on a number of ranks, by shapes alone and three speeds."""
+"""Estimates the costs of training, pruning and shrinking a network on several ranks from shapes and three speeds."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ _ITEM = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast one rank is."""
+    """The speeds of one rank."""
 
     gflops: float
     """The speed of a large matrix product, in 10⁹ floating-point operations a second."""
     gbytes: float
-    """Moved by the rank-one update of a large P, in 10⁹ bytes a second."""
+    """The memory traffic of the rank-one update of a large P, in 10⁹ bytes a second."""
     link: float = 12.5
-    """What a rank sends and receives, in 10⁹ bytes a second: 100 Gbit/s unless told otherwise."""
+    """The network bandwidth of a rank, in 10⁹ bytes a second; the default is 100 Gbit/s."""
 
     def seconds(self, multiplications: float, moved: float) -> float:
-        """The time of this many multiplications with their additions, and this many bytes moved."""
+        """Computes the time of this many multiplications with their additions, and of moving this many bytes."""
         return 2e-9 * multiplications / self.gflops + 1e-9 * moved / self.gbytes
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer costs."""
+    """The cost of one layer."""
 
     name: str
     inputs: int
-    """The inputs of each of its groups, with the bias."""
+    """The inputs of each of the layer's groups, with the bias."""
     outputs: int
     groups: int
     inverse_bytes: int
     velocity_bytes: int
     seconds: float
-    """P∇W and the update of P, in one step, on one rank that does all of it."""
+    """The time of P∇W and the update of P in one step, if one rank does all of it."""
 
 
 @dataclass(frozen=True)
 class CostPlan:
-    """What a network costs on a number of ranks."""
+    """The cost of a network on several ranks."""
 
     layers: tuple[LayerPlan, ...]
     world_size: int
@@ -64,66 +64,66 @@ class CostPlan:
     rank: int | None
     machine: Machine
     sharded: bool
-    """Whether weights, gradients and velocities are divided over the ranks, by ``fully_shard``; else each has all."""
+    """Whether ``fully_shard`` divides weights, gradients and velocities over the ranks; otherwise each has all."""
     parameter_bytes: int
     fallback_bytes: int
-    """Velocities of all that momentum SGD trains."""
+    """The velocities of the parameters that momentum SGD trains."""
     mean_bytes: int
     """The mean inputs of a step."""
     largest_bytes: int
-    """The largest block of layers, which ``fully_shard`` gathers to compute with."""
+    """The parameters of the largest block of layers, which ``fully_shard`` gathers to compute with."""
     flops: int | None
-    """Of a forward with one input; None if they are not known."""
+    """The FLOPs of a forward pass with one input; None if unknown."""
     clipped: bool
     """Whether outputs go through a ReLU, so that `shrink` solves for a layer several times."""
 
     @property
     def inverse_bytes(self) -> int:
-        """P of all layers, which every rank has."""
+        """Returns the size of P of all layers, which every rank has."""
         return sum(layer.inverse_bytes for layer in self.layers)
 
     @property
     def velocity_bytes(self) -> int:
-        """Velocities of all ranks together, each counted once."""
+        """Returns the size of the velocities of all ranks together, each counted once."""
         return self.fallback_bytes + sum(layer.velocity_bytes for layer in self.layers)
 
     @property
     def parts(self) -> int:
-        """Into how many parts weights, gradients and velocities are divided."""
+        """Returns the number of parts into which weights, gradients and velocities are divided."""
         return self.world_size if self.sharded else 1
 
     @property
     def state_bytes(self) -> int:
-        """The size of the optimizer's state on a rank."""
+        """Returns the size of the optimizer's state on a rank."""
         return self.inverse_bytes + self.velocity_bytes // self.parts
 
     @property
     def seconds(self) -> float:
-        """What a step of the optimizer takes beyond momentum SGD, on a rank; ``fully_shard`` divides it by outputs."""
+        """Returns the time of a step on a rank beyond momentum SGD; ``fully_shard`` divides it by outputs."""
         return sum(layer.seconds for layer in self.layers) / self.parts
 
     @property
     def training_bytes(self) -> int:
-        """Weights, gradients and state of a rank, without activations."""
+        """Returns the size of weights, gradients and state of a rank, without activations."""
         gathered = self.largest_bytes if self.parts > 1 else 0
         return 2 * self.parameter_bytes // self.parts + self.state_bytes + gathered
 
     @property
     def ranks_to_outgrow(self) -> int:
-        """With so many ranks or more, P is more than a rank's part of weights, gradients and velocities."""
+        """Returns the least number of ranks at which P outgrows a rank's part of weights, gradients and velocities."""
         return -(-(2 * self.parameter_bytes + self.velocity_bytes) // max(self.inverse_bytes, 1))
 
     def sent_bytes(self) -> dict[str, int]:
-        """What one rank sends in a step, by ring: for weights and gradients as without us, and for the mean inputs."""
+        """Computes the bytes that a rank sends in a ring per step: for gradients (as without RLS) and mean inputs."""
         once = (self.world_size - 1) / self.world_size
-        # fully_shard gathers the weights for the forward and for the backward, and scatters the gradients' sums.
+        # fully_shard gathers the weights for the forward and the backward pass, and scatters the gradients' sums.
         return {
             "gradients": round((3 if self.parts > 1 else 2) * once * self.parameter_bytes),
             "means": round(2 * once * self.mean_bytes),
         }
 
     def work(self) -> list[Work]:
-        """A step without us, what RLS adds to it, an event of a `Pruner`, and `rlsprune.shrink`; each of one rank."""
+        """Returns one rank's work: a step of SGD, the extra of RLS, an event of a `Pruner`, and `rlsprune.shrink`."""
         sent = self.sent_bytes()
         step = [] if self.flops is None else [self._plain_step(self.flops, sent["gradients"])]
         rls = Work("RLS beyond it", self.inverse_bytes, self.seconds, sent["means"])
@@ -131,14 +131,14 @@ class CostPlan:
         return [*step, rls, event_work(self), *shrink]
 
     def _plain_step(self, flops: int, sent: int) -> Work:
-        """Forward, backward (twice as much) and update of momentum SGD."""
+        """Estimates the forward pass, the backward pass (twice as much) and the update of momentum SGD."""
         own = max(1, self.batch // self.world_size)
         held = self.training_bytes - self.inverse_bytes
         moved = 5 * self.parameter_bytes // self.parts
         return Work("step of momentum SGD", held, self.machine.seconds(1.5 * flops * own, moved), sent)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in plain containers."""
+        """Returns all fields and derived costs in plain containers."""
         derived = {
             "state_bytes": self.state_bytes,
             "seconds": self.seconds,
@@ -159,16 +159,16 @@ def make_plan(
     sharded: bool = False,
     flops: int | None = None,
 ) -> CostPlan:
-    """What a network costs, from its shapes: it may lie on the meta device.
+    """Computes the cost of a network from its shapes.
 
     Args:
-        model: The network.
-        world_size: How many ranks.
-        batch: Inputs in a batch of all ranks together.
-        machine: How fast a rank is.
-        rank: As `rlsprune.RLS` takes it.
-        sharded: Whether ``fully_shard`` divides it, block by block.
-        flops: Of a forward with one input.
+        model: The network; it may be on the meta device.
+        world_size: Number of ranks.
+        batch: Number of inputs in a batch of all ranks together.
+        machine: The speeds of a rank.
+        rank: The rank of P, as in `rlsprune.RLS`.
+        sharded: Whether ``fully_shard`` divides the network, block by block.
+        flops: FLOPs of a forward pass with one input.
     """
     check_argument("world_size", world_size, world_size >= 1, "at least 1")
     check_argument("batch", batch, batch >= 1, "at least 1")
@@ -208,7 +208,7 @@ def make_plan(
 
 
 def _largest_block(model: nn.Module, listed: bool = False) -> int:
-    """Parameters of the largest member of a list of blocks, or of the largest layer outside of lists."""
+    """Counts the parameters of the largest member of a list of blocks, or of the largest layer outside of lists."""
     children = list(model.children())
     if listed or not children:
         return sum(p.numel() for p in model.parameters())
@@ -217,7 +217,7 @@ def _largest_block(model: nn.Module, listed: bool = False) -> int:
 
 
 def _work(groups: int, inputs: int, outputs: int, rank: int | None) -> tuple[float, float]:
-    """The multiplications of a layer's step, and the bytes that it moves, beyond those of momentum SGD."""
+    """Counts the multiplications and the moved bytes of a layer's step beyond those of momentum SGD."""
     if rank is None or not in_factors(inputs, rank):
         return outputs * inputs**2, 2 * _ITEM * groups * inputs**2
     rows = (rank + 1 + capacity(rank)) / 2  # between two compressions
@@ -227,7 +227,7 @@ def _work(groups: int, inputs: int, outputs: int, rank: int | None) -> tuple[flo
 
 
 def measure(device: str = "cpu", size: int = 2048) -> Machine:
-    """The speeds of this machine: the best of a few matrix products, and of a few updates of a P."""
+    """Measures the speeds of this machine: the best of a few matrix products, and of a few updates of a P."""
     P, gradient = torch.eye(size, device=device), torch.rand(size // 2, size, device=device)
     product = _best(lambda: gradient @ P, device)
     wide = 4 * size  # a P of 2,048 inputs stays in the cache of a large processor, and moves ten times as fast

@@ -1,4 +1,4 @@
-"""What training with RLS costs on this machine, and a prune, as ratios to a training step of momentum SGD."""
+"""Measures the cost of training with RLS and of a prune on this machine, relative to a step of momentum SGD."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlsprune.prune.pruner import Pruner
 
 __all__ = ["Cost", "measure_costs"]
 
-_RATIO = 0.2  # what the event removes of every layer
-_STEPS = 5  # in a row: the first finds the caches full of something else
+_RATIO = 0.2  # share of every layer that the event removes
+_STEPS = 5  # steps in a row: the first finds the caches full of other data
 _OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "step of momentum SGD": lambda model: SGD(model.parameters(), lr=1e-3, momentum=0.9),
     "step of AdamW": lambda model: AdamW(model.parameters(), lr=1e-3),
@@ -32,28 +32,29 @@ _EVENT = f"prune of {100 * _RATIO:.0f} %, obs, exact P"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one kind of work costs."""
+    """The cost of one kind of work."""
 
     name: str
     ratio: float
-    """To momentum SGD's step of the same round: the median."""
+    """The median ratio to momentum SGD's step of the same round."""
     quartiles: tuple[float, float]
+    """The quartiles of that ratio."""
     milliseconds: float
-    """The median."""
+    """The median time."""
     state_bytes: int | None
-    """What the optimizer keeps; None where that is not the question."""
+    """The size of the optimizer's state; None for a prune."""
 
 
 def measure_costs(model: nn.Module, inputs: Tensor, rounds: int = 5) -> list[Cost]:
-    """All of them in turns, so that a machine that is busy for a while is busy for all.
+    """Measures all costs in turns, so that other load on the machine slows all of them.
 
     Args:
         model: The network; it is copied.
-        inputs: A batch. The loss is the mean square of the outputs: what it is does not matter for the cost.
-        rounds: How often each is measured, after one round that is not counted.
+        inputs: A batch. The loss is the mean square of the outputs, because the cost does not depend on it.
+        rounds: Number of rounds, after one round that is not counted.
 
     Returns:
-        Momentum SGD first.
+        The costs, momentum SGD first.
     """
     runs: dict[str, tuple[nn.Module, Optimizer]] = {}
     for name, make in _OPTIMIZERS.items():
@@ -65,7 +66,7 @@ def measure_costs(model: nn.Module, inputs: Tensor, rounds: int = 5) -> list[Cos
     seconds: dict[str, list[float]] = {name: [] for name in [*runs, _EVENT]}
     for turn in range(rounds + 1):
         for name in seconds:
-            gc.collect()  # what the one before left to clean up is charged to nobody
+            gc.collect()  # garbage of the previous work is not charged to the next
             taken = _event(*runs[_SAMPLING], inputs) if name == _EVENT else _step(*runs[name], inputs)
             if turn:
                 seconds[name].append(taken)
@@ -80,7 +81,7 @@ def measure_costs(model: nn.Module, inputs: Tensor, rounds: int = 5) -> list[Cos
 
 
 def _step(model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> float:
-    """Seconds of a whole training step."""
+    """Measures the seconds of a whole training step."""
     wait_for(inputs.device)
     start = time.perf_counter()
     for _ in range(_STEPS):
@@ -92,7 +93,7 @@ def _step(model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> float:
 
 
 def _event(model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> float:
-    """Seconds of a prune; of a copy, which is left behind."""
+    """Measures the seconds of a prune of a copy, which is discarded."""
     network, its_optimizer = copy.deepcopy((model, optimizer))
     pruner = Pruner(network, its_optimizer, inputs[:1], ratio=_RATIO, criterion="obs")
     pruner.calibrate([inputs])

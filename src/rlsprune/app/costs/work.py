@@ -1,7 +1,8 @@
-"""What one rank takes for an event and for `rlsprune.shrink`: memory, time and bytes, from the shapes of the layers.
+"""Estimates memory, time and sent bytes of one rank for an event and for `rlsprune.shrink`, from the layers' shapes.
 
-As if every layer read channels that can go: an upper bound for transformers, where the width of the residual stream
-stays. A layer has ``n`` inputs, ``m`` sampled rows and ``o`` outputs. A multiplication comes with an addition.
+It counts every layer as if it read channels that can be removed. For transformers, where the width of the residual
+stream stays, this is an upper bound. A layer has ``n`` inputs, ``m`` sampled rows and ``o`` outputs. A multiplication
+comes with an addition.
 """
 
 from __future__ import annotations
@@ -20,47 +21,47 @@ if TYPE_CHECKING:
 __all__ = ["Work", "event_work", "shrink_work"]
 
 _SINGLE, _DOUBLE = 4, 8  # bytes of a number
-_GONE = 0.2  # of every layer, in an event
-_CALIBRATION = 2048  # inputs that `shrink` looks at
-_PASSES = 10  # forwards over them: two networks side by side, batch norms, scores
-_SOLVES, _DAMPINGS = 6, 2  # for a layer in front of a ReLU, and for the damping of some outputs of any
+_GONE = 0.2  # share of every layer that an event removes
+_CALIBRATION = 2048  # inputs that `shrink` calibrates with
+_PASSES = 10  # forward passes over them: two networks side by side, batch norms, scores
+_SOLVES, _DAMPINGS = 6, 2  # solves of a layer in front of a ReLU, and dampings that are tried on some outputs of any
 
 
 @dataclass(frozen=True)
 class Work:
-    """One thing that ranks do together, as one of them has it."""
+    """One rank's part of an operation of all ranks."""
 
     name: str
     memory: float
-    """Bytes that it needs: of a step all that is kept, of the others what comes on top of that."""
+    """Bytes that it needs: for a step everything that is kept, for the others the bytes on top of that."""
     seconds: float
-    """Of computing."""
+    """The time of computing."""
     sent: float
-    """Bytes that the rank sends."""
+    """The bytes that the rank sends."""
 
 
 def event_work(plan: CostPlan) -> Work:
-    """An event of a `Pruner` with ``criterion="obs"`` and exact statistics, which takes a fifth of every layer."""
+    """Estimates an event of a `Pruner` (``criterion="obs"``, exact statistics) that cuts a fifth of every layer."""
     once = (plan.world_size - 1) / plan.world_size
     kept = plan.parameter_bytes + plan.velocity_bytes
     rows = [layer.groups * rows_kept(layer.inputs) * layer.inputs for layer in plan.layers]
     largest = max((_event_bytes(layer) for layer in plan.layers), default=0)
-    # The old tensors stay until the event is sound; every rank samples its share of the rows while it trains.
+    # The old tensors stay until the event has succeeded; every rank samples its share of the rows while it trains.
     memory = kept / plan.parts + _SINGLE * sum(rows) / plan.world_size + largest
-    # Rows are gathered on every rank. fully_shard: every tensor is gathered, cut, and divided again.
+    # Rows are gathered on every rank. With fully_shard every tensor is gathered, cut, and divided again.
     sent = once * _SINGLE * sum(rows) + (2 * once * kept if plan.parts > 1 else 0)
     return Work("event", memory, sum(plan.machine.seconds(_event_products(layer), 0) for layer in plan.layers), sent)
 
 
 def _event_bytes(layer: LayerPlan) -> float:
-    """The gathered rows of a layer, its statistics, and its weight as it is gathered and refitted."""
+    """Counts the bytes of a layer's gathered rows, its statistics, and its weight, gathered and refitted."""
     n, m = layer.inputs, rows_kept(layer.inputs)
     statistics = 2 * _SINGLE * n**2 if n <= m else 2 * _DOUBLE * m * n
     return layer.groups * (_SINGLE * m * n + statistics) + 2 * layer.velocity_bytes
 
 
 def _event_products(layer: LayerPlan) -> float:
-    """Autocorrelation, factor, blocks of the inverse, and the refit; in the space of rows where these are fewer."""
+    """Counts products of autocorrelation, factor, inverse blocks and refit; in the space of rows if these are fewer."""
     n, m, o = layer.inputs, rows_kept(layer.inputs), layer.outputs // layer.groups
     if n <= m:
         return layer.groups * (m * n**2 / 2 + n**3 / 2 + _GONE * n * (_GONE * n * n + n * o))
@@ -68,18 +69,18 @@ def _event_products(layer: LayerPlan) -> float:
 
 
 def shrink_work(plan: CostPlan, flops: int) -> Work:
-    """One size of `rlsprune.shrink` in closed form, from 2,048 inputs of all ranks together."""
+    """Estimates one size of `rlsprune.shrink` in closed form, from 2,048 inputs of all ranks together."""
     solves = _SOLVES if plan.clipped else 1
     divided, own, sent, largest = 0.5 * flops * _PASSES * _CALIBRATION, 0.0, 0.0, 0.0
     for layer in plan.layers:
         n, m, o = layer.inputs, rows_drawn(layer.inputs, layer.groups), layer.outputs // layer.groups
         rows, weights, judges = layer.groups * m * (n + o), layer.groups * n * o, min(o, JUDGES)
-        side = n if n <= MOST_INPUTS else m  # of the Gram matrix
+        side = n if n <= MOST_INPUTS else m  # size of the Gram matrix
         if n <= MOST_INPUTS:
-            # Two Gram matrices, summed over the ranks; elimination, which a rank does for every so many-th group.
+            # Two Gram matrices are summed over the ranks; the ranks divide the elimination by groups.
             divided += layer.groups * (m * n**2 + 3.5 * n**3 + n**2 * o)
             sent += 2 * _DOUBLE * 2 * layer.groups * n**2
-        # The refit: all rows on every rank, one Gram matrix and its factors there, the outputs divided.
+        # The refit: every rank has all rows, one Gram matrix and its factors; the outputs are divided.
         factors = side * m * n + (_DAMPINGS + 1) * side**3 / 6
         own += layer.groups * (factors + _DAMPINGS * judges * (2 * m * n + side**2))
         divided += layer.groups * solves * o * (2 * m * n + side**2)
@@ -87,6 +88,6 @@ def shrink_work(plan: CostPlan, flops: int) -> Work:
         held = 3 * _DOUBLE * layer.groups * side**2 + _SINGLE * rows * (1 if plan.world_size == 1 else 2)
         largest = max(largest, held + _DOUBLE * 3 * weights)
     once = (plan.world_size - 1) / plan.world_size
-    # The network, the whole one beside it, and the copy that every size starts from.
+    # The network, the unpruned one beside it, and the copy from which every size starts.
     memory = 3 * plan.parameter_bytes + largest
     return Work("shrink", memory, plan.machine.seconds(divided / plan.world_size + own, 0), once * sent)

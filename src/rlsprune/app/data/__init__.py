@@ -1,4 +1,4 @@
-"""Data sets: readers of the original files, where they are found, downloads on request, batches on the device."""
+"""Data sets: readers of the original files, their locations, downloads on request, and batches on the device."""
 
 from __future__ import annotations
 

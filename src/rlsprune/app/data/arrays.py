@@ -25,10 +25,10 @@ __all__ = ["read_npz"]
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 _WRITE = "Write it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)"
 _CHANNELS = (1, 3, 4)
-_MAX_EXPANSION = 64  # times the size of the file, or MAX_BYTES: real data do not pack better
+_MAX_EXPANSION = 64  # times the size of the file, or MAX_BYTES if that is more: real data do not pack better
 _MAX_ITEM = 4096  # bytes
-_LAST_CHARACTER, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)  # of Unicode
-# As damaged archives and headers make zipfile and NumPy raise; RuntimeError is for encrypted members.
+_LAST_CHARACTER, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)  # code points of Unicode
+# Errors of zipfile and NumPy for damaged archives and headers; RuntimeError is for encrypted members.
 _ZIP_ERRORS = (
     OSError,
     ValueError,
@@ -47,16 +47,16 @@ _ZIP_ERRORS = (
 def read_npz(path: str | os.PathLike[str], task: str | None = None) -> Dataset:
     """Reads a data set from an .npz file. Nothing in the file is executed: arrays of objects are refused.
 
-    ``x_…`` are features (N, F), images (N, C, H, W) or grey images (N, H, W) of bytes; bytes are divided by 255 when
+    ``x_…`` are features (N, F), images (N, C, H, W) or grey images (N, H, W) of bytes. Bytes are divided by 255 when
     batches are made, other numbers are taken as they are. ``y_…`` are whole numbers from 0, or names of classes;
     numbers to predict (N,) or (N, K); or zeros and ones (N, K) that mark which of K labels each entry has.
 
     Args:
         path: The file.
-        task: What ``y_…`` are; None to guess.
+        task: The task of ``y_…``; None to guess.
 
     Raises:
-        DataError: It is missing, damaged, or holds something else.
+        DataError: The file is missing, damaged, or holds something else.
     """
     path = Path(path)
     arrays = _read(path)
@@ -65,7 +65,7 @@ def read_npz(path: str | os.PathLike[str], task: str | None = None) -> Dataset:
         raise DataError(
             path,
             f"x_train is {train.dtype} of {train.shape} and x_test {test.dtype} of {test.shape}",
-            "Both must be of one type, and of one shape but for the first number",
+            "Both must have the same type, and the same shape except for the first number",
         )
     for part, inputs in (("train", train), ("test", test)):
         count = len(arrays[f"y_{part}"]) if arrays[f"y_{part}"].ndim else 0
@@ -100,11 +100,11 @@ def _check_sizes(path: Path, members: Sequence[zipfile.ZipInfo], size: int) -> N
     total = sum(member.file_size for member in members)
     most = max(MAX_BYTES, _MAX_EXPANSION * size)
     if total > most:
-        raise DataError(path, f"its arrays would unpack to {total:,} bytes, at most {most:,} are read", _WRITE)
+        raise DataError(path, f"its arrays would unpack to {total:,} bytes, but at most {most:,} are read", _WRITE)
 
 
 def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
-    """One array. Its header's claims are compared with the member's size before memory is taken."""
+    """Reads one array, after its header was checked against the member's size before any allocation."""
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -112,11 +112,11 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Arr
             raise DataError(path, f"{member.filename} is of the unknown version {version}", _WRITE)
         shape, in_columns, dtype = readers[version](file)
         size = math.prod(shape) * dtype.itemsize
-        # A type of no size would make any shape fit; names of classes are the longest entries that there should be.
+        # With a type of size zero any shape would fit; names of classes are the longest entries to expect.
         if dtype.hasobject or dtype.kind not in "uifbU" or not 0 < dtype.itemsize <= _MAX_ITEM:
             raise DataError(path, f"{member.filename} holds {dtype}", "Give numbers, or names of classes")
         if min(shape, default=1) < 0 or size != member.file_size - file.tell():
-            raise DataError(path, f"{member.filename} has not the size of its shape {shape}", _WRITE)
+            raise DataError(path, f"{member.filename} does not have the size of its shape {shape}", _WRITE)
         data = Source(path, cast(Readable, file), size, _WRITE).read(size, member.filename, limit=size)
         if file.read(1):
             raise DataError(path, f"{member.filename} has bytes after its end", _WRITE)
@@ -141,7 +141,7 @@ def _inputs(path: Path, key: str, array: Array) -> Array:
         )
     if array.dtype == np.uint8:
         return array[:, None] if array.ndim == 3 else array
-    with np.errstate(over="ignore"):  # what does not fit becomes infinite
+    with np.errstate(over="ignore"):  # values that do not fit become infinite
         values = array.astype(np.float32)
     if not np.isfinite(values).all():
         raise DataError(path, f"{key} holds a NaN or an infinity", "Replace or leave out such entries")

@@ -1,4 +1,4 @@
-"""How images are varied in training, as one word. Light to import: no torch."""
+"""The augmentation of images in training, given as one word. Light to import: no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Augmentation", "parse_augmentation"]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is drawn anew for every image in every epoch."""
+    """The random changes that are drawn for every image in every epoch."""
 
     shift: int
-    """Each image is moved by up to so many pixels each way, with black coming in."""
+    """The most pixels by which an image is moved each way, with black coming in."""
     flip: bool
     """Whether every second image is mirrored."""
 
@@ -22,7 +22,7 @@ def parse_augmentation(text: str) -> Augmentation:
     """Reads ``crop`` (shifts by up to 4 pixels), ``crop2`` (by up to 2, or another number), or either with ``+flip``.
 
     Raises:
-        ValueError: It is another word.
+        ValueError: The text is another word.
     """
     match = re.fullmatch(r"crop([1-9][0-9]?)?(\+flip)?", text)
     if match is None:

@@ -1,4 +1,4 @@
-"""Batches made on the device from images that lie there as bytes, or from features."""
+"""Batches that are made on the device from images stored there as bytes, or from features."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rlsprune.app.data.augmentation import parse_augmentation
 class Batches:
     """Shuffled batches of images and labels, epoch after epoch.
 
-    Pixels become float32 in [0, 1] and are not centred: RLS learns from mean inputs, which centring would make nearly
-    zero. All random numbers of an epoch are drawn when its iteration starts, from a generator on the CPU: batches are
-    the same on every device, and an epoch that was left early does not change the next.
+    Pixels become float32 in [0, 1] and are not centred, because RLS learns from mean inputs, which centring would make
+    nearly zero. All random numbers of an epoch are drawn from a CPU generator when its iteration starts. Batches are
+    therefore the same on every device, and an epoch that was left early does not change the next.
 
     Args:
         images: uint8, whose values are divided by 255, or floating point, whose values are taken as they are; of any
-            shape (N, …), and (N, C, H, W) for augmentation.
+            shape (N, …), or (N, C, H, W) for augmentation.
         labels: (N,), or floating-point targets (N, outputs), on the same device.
         batch_size: images per batch; the last batch of an epoch may be smaller.
-        seed: of the shuffling and the augmentation.
+        seed: the seed of the shuffling and the augmentation.
         generator: a CPU generator to use instead of `seed`.
-        shuffle: a new order each epoch; False: the given order.
-        drop_last: leave out a last batch that is smaller.
-        images_per_epoch: how many of the images an epoch takes, others each time; None: all.
-        augment: "crop": shift by up to 4 pixels, with black coming in ("crop2": by up to 2); "crop+flip": and mirror
+        shuffle: whether each epoch has a new order; False for the given order.
+        drop_last: whether to leave out a smaller last batch.
+        images_per_epoch: the number of images per epoch, different ones each time; None for all.
+        augment: "crop" shifts by up to 4 pixels, with black coming in ("crop2" by up to 2); "crop+flip" also mirrors
             every second image.
-        channels_last: the memory format in which convolutions are faster on a CPU.
-        flat: give (N, features), whatever the shape.
+        channels_last: whether to use the memory format in which convolutions are faster on a CPU.
+        flat: whether to return (N, features), whatever the shape.
 
     Examples:
         >>> from rlsprune.app.data import Batches, load
@@ -71,7 +71,7 @@ class Batches:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if images_per_epoch is not None and not (shuffle and 1 <= images_per_epoch <= len(images)):
-            raise ValueError(f"images_per_epoch {images_per_epoch} must be in 1…{len(images)}, and shuffle be on")
+            raise ValueError(f"images_per_epoch {images_per_epoch} must be in 1…{len(images)}, with shuffle on")
         if drop_last and len(images) < batch_size:
             raise ValueError(f"drop_last leaves no batch: {len(images)} images, batch_size {batch_size}")
         if generator is not None and generator.device.type != "cpu":
@@ -88,12 +88,12 @@ class Batches:
         self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """Returns the number of batches per epoch."""
         full, rest = divmod(self.images_per_epoch, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch."""
+        """Iterates over one epoch."""
         count, device = len(self.images), self.images.device
         order = torch.randperm(count, generator=self.generator).to(device) if self.shuffle else None
         shifts = flips = None
@@ -122,24 +122,24 @@ class Batches:
             yield values.flatten(1) if self.flat else values, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next epoch depends on. Taken between epochs, it makes a resumed run see the same batches."""
+        """Returns the state of the generator. Taken between epochs, it makes a resumed run see the same batches."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores the state of `state_dict`."""
         self.generator.set_state(state["generator"].cpu())
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor, margin: int) -> Tensor:
-    """Cuts a window of the images' own size out of each image, padded by black pixels on every side.
+    """Pads each image with black pixels on every side and cuts a window of its original size out of it.
 
     Args:
         images: (B, C, H, W).
-        down: (B,), the window's top row in the padded image; the margin is the image itself.
+        down: (B,), the window's top row in the padded image; `margin` gives the image itself.
         right: (B,), the same for its left column.
-        margin: How many pixels on every side.
+        margin: Width of the padding in pixels.
     """
     height, width = images.shape[-2:]
-    # All windows as a view, (B, C, shifts, shifts, H, W), of which one per image is copied.
+    # A view of all windows, (B, C, shifts, shifts, H, W), from which one per image is copied.
     windows = pad(images, (margin,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     return windows[torch.arange(len(images), device=images.device), :, down, right]

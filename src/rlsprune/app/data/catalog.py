@@ -1,4 +1,4 @@
-"""Which data sets there are, which files they are made of, and where those are looked for."""
+"""The data sets, their files, and the folders that are searched for them."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file that can be read: under any of these names, with any of these checksums (packed or not)."""
+    """A readable file, under any of these names and with any of these checksums (packed or not)."""
 
     names: tuple[str, ...]
     md5s: tuple[str, ...]
 
 
 FileLayout = Mapping[str, LocalFile]
-"""The files that make up a data set, by the part they play."""
+"""The files of a data set by their roles."""
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """What is known about a data set."""
+    """The description of a data set."""
 
     name: str
     title: str
     classes: tuple[str, ...]
     folders: tuple[str, ...] = ()
-    """Sub-folders of a data folder in which the files may lie; downloads go to the first."""
+    """Sub-folders of a data folder that may hold the files; downloads go to the first."""
     layouts: tuple[FileLayout, ...] = ()
-    """Any one of them is enough."""
+    """Alternative sets of files, any one of which is enough."""
     downloads: tuple[RemoteFile, ...] = ()
     terms: str = field(default="")
 
 
 def entry(name: str) -> CatalogEntry:
-    """Looks a data set up.
+    """Looks up a data set.
 
     Raises:
-        DataError: there is none of that name.
+        DataError: there is no data set of that name.
     """
     if name not in ENTRIES:
         raise DataError(name, "there is no such data set", f"Choose one of {', '.join(ENTRIES)}")
@@ -62,12 +62,12 @@ def entry(name: str) -> CatalogEntry:
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that downloads go to: the given one, `RLSPRUNE_DATA`, or the user's cache folder."""
+    """Returns the folder for downloads: the given one, `RLSPRUNE_DATA`, or the user's cache folder."""
     return next(_data_folders(data_dir))
 
 
 def _data_folders(data_dir: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Yields the folders to look in; a folder that was asked for is the only one."""
+    """Yields the folders to search: only the given one if there is one."""
     if data_dir is not None:
         yield Path(data_dir).expanduser()
         return
@@ -80,11 +80,11 @@ def locate(dataset: CatalogEntry, data_dir: str | os.PathLike[str] | None = None
     """Finds a data set's files.
 
     Args:
-        dataset: which one.
-        data_dir: the only folder to look in; None: `RLSPRUNE_DATA`, then the user's cache folder.
+        dataset: the data set.
+        data_dir: the only folder to search; None for `RLSPRUNE_DATA`, then the user's cache folder.
 
     Returns:
-        The layout that was found complete in one folder, and the path of each of its files.
+        The layout that is complete in one folder, and the path of each of its files.
 
     Raises:
         DataError: no folder holds a complete set; the message lists the files, where they may be put and the command
@@ -101,7 +101,7 @@ def locate(dataset: CatalogEntry, data_dir: str | os.PathLike[str] | None = None
 
 
 def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
-    # Path.is_file would raise for a folder that may not be entered.
+    # Path.is_file would raise for an inaccessible folder.
     return next((folder / name for name in names if os.path.isfile(folder / name)), None)  # noqa: PTH113
 
 
@@ -132,11 +132,11 @@ def _idx_entry(
     plain: tuple[str, ...],
     terms: str,
 ) -> CatalogEntry:
-    """An entry for four idx files, whose checksums and sizes are given in the order of `_IDX_PARTS`."""
+    """Makes an entry for four idx files, with checksums and sizes in the order of `_IDX_PARTS`."""
     layout, downloads = {}, []
     for part, size, packed_md5, plain_md5 in zip(_IDX_PARTS, sizes, packed, plain, strict=True):
         original = f"{part}-ubyte"
-        dotted = original.replace("-idx", ".idx")  # as some archives of the files have it
+        dotted = original.replace("-idx", ".idx")  # the name in some archives
         layout[part] = LocalFile((original, f"{original}.gz", dotted, f"{dotted}.gz"), (plain_md5, packed_md5))
         urls = tuple(f"{mirror}{original}.gz" for mirror in mirrors)
         downloads.append(RemoteFile(f"{original}.gz", size, packed_md5, urls))

@@ -25,19 +25,19 @@ class Split:
     """Images and their labels."""
 
     images: Tensor
-    """uint8, (N, C, H, W); of a user's own data also floating point, and of any shape (N, …)"""
+    """uint8, (N, C, H, W); a user's own data may also be floating point, and of any shape (N, …)"""
     labels: Tensor
-    """int64, (N,): numbers of classes; of a user's own data also floating-point targets or labels, (N, outputs)"""
+    """int64, (N,): numbers of classes; a user's own data may also have floating-point targets or labels (N, outputs)"""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> Split:
-        """The same split on another device."""
+        """Returns the same split on another device."""
         return Split(self.images.to(device), self.labels.to(device))
 
     def select(self, indices: Tensor) -> Split:
-        """The images at these indices, in their order."""
+        """Selects the images at these indices, in the order of the indices."""
         indices = indices.to(self.labels.device)
         return Split(self.images.index_select(0, indices), self.labels.index_select(0, indices))
 
@@ -58,27 +58,27 @@ class Dataset:
 
     name: str
     classes: tuple[str, ...]
-    """The names of the classes, of the labels or of the targets: one for each output of the network."""
+    """The names of the classes, labels or targets, one for each output of the network."""
     train: Split
     test: Split
     valid: Split | None = None
     """Images taken out of the training split by `hold_out`."""
     task: str = "classification"
-    """Or "regression", or "multi-label"."""
+    """One of "classification", "regression" and "multi-label"."""
     columns: tuple[str, ...] = ()
-    """The names of the columns of a table, where they are known."""
+    """The names of a table's columns, if they are known."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of an image."""
+        """Returns the shape of one input: channels, height and width of an image."""
         return tuple(self.train.images.shape[1:])
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data set on another device."""
+        """Returns the same data set on another device."""
         return self.each(lambda split: split.to(device))
 
     def each(self, change: Callable[[Split], Split]) -> Dataset:
-        """The same data set with every split changed."""
+        """Applies a change to every split, in a copy of the data set."""
         valid = None if self.valid is None else change(self.valid)
         return replace(self, train=change(self.train), test=change(self.test), valid=valid)
 
@@ -86,15 +86,15 @@ class Dataset:
         """Moves images from the training to the validation split, each class in proportion.
 
         Args:
-            count: how many, at least 1 and fewer than there are training images.
-            seed: of the choice, which is the same on every device.
+            count: the number of images, at least 1 and fewer than the training images.
+            seed: the seed of the choice, which is the same on every device.
 
         Returns:
             A data set with `valid`; the images that stay keep their order.
         """
         _check_count("hold_out", count, len(self.train) - 1)
         if self.valid is not None:
-            raise ValueError(f"hold_out: {self.name} has {len(self.valid)} validation images already")
+            raise ValueError(f"hold_out: {self.name} already has {len(self.valid)} validation images")
         chosen = stratified_choice(self.train.labels, count, seed)
         stays = torch.ones(len(self.train), dtype=torch.bool)
         stays[chosen] = False
@@ -113,8 +113,8 @@ class Dataset:
         """Keeps some of the training images; test and validation images stay.
 
         Args:
-            count: how many, at least 1 and at most all.
-            seed: of a choice that takes each class in proportion; None: the first `count` images.
+            count: the number of images, at least 1 and at most all.
+            seed: the seed of a choice that takes each class in proportion; None for the first `count` images.
 
         Returns:
             A data set whose training images are in their former order.
@@ -129,11 +129,12 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, verify: bool
 
     Args:
         name: "digits" (embedded), "mnist", "fashion-mnist", "cifar10" or "svhn".
-        data_dir: where its files lie; None: `RLSPRUNE_DATA`, then the user's cache folder.
-        verify: check the files' MD5 against the published ones, on every load (MNIST: 0.1 s, SVHN: 0.5 s).
+        data_dir: the folder of its files; None for `RLSPRUNE_DATA`, then the user's cache folder.
+        verify: whether to check the files' MD5 against the published ones (MNIST: 0.1 s, SVHN: 0.5 s).
 
     Raises:
-        DataError: unknown, missing, damaged, or not the published files. The message says what to do.
+        DataError: the data set is unknown, or its files are missing, damaged or not the published ones. The message
+            says what to do.
     """
     dataset = catalog.entry(name)
     if not dataset.layouts:
@@ -148,9 +149,10 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, verify: bool
 
 
 def stratified_choice(labels: Tensor, count: int, seed: int) -> Tensor:
-    """Indices of `count` images, sorted, each class in proportion to its share (largest remainders get the rest).
+    """Draws sorted indices of `count` images, each class in proportion (largest remainders get the rest).
 
-    Drawn on the CPU, so that it does not depend on where the labels are. Targets that are no classes are all alike.
+    They are drawn on the CPU, so that they do not depend on the labels' device. Floating-point targets count as one
+    class.
     """
     labels = labels.cpu() if not labels.is_floating_point() else torch.zeros(len(labels), dtype=torch.long)
     sizes = torch.bincount(labels)

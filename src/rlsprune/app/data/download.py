@@ -1,4 +1,4 @@
-"""Downloads on request: mirrors in order, resumed where they stopped, checked before they get their name."""
+"""Downloads on request: mirrors are tried in order, downloads are resumed, and files are checked before renaming."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rlsprune.io.atomic import flush
 from rlsprune.io.lock import InUseError, exclusive
 
 DownloadProgress = Callable[[str, int, int], None]
-"""Called with the file's name, the bytes that are there and the bytes that there will be."""
+"""Callback with the file's name, its bytes so far and its total bytes."""
 
 _CHUNK = 1 << 18
 _TIMEOUT = 30.0  # seconds without a byte
-_ATTEMPTS = 5  # per mirror, as long as each brings something
+_ATTEMPTS = 5  # per mirror, as long as each attempt brings new bytes
 
 
 class _MirrorError(Exception):
-    """One mirror failed; another may not."""
+    """An error of one mirror, after which the next is tried."""
 
 
 def get(
@@ -38,15 +38,15 @@ def get(
 
     Args:
         name: as in `load`; "digits" needs no files.
-        data_dir: the data folder; None: `RLSPRUNE_DATA`, or the user's cache folder.
-        progress: told about every piece that arrives.
+        data_dir: the data folder; None for `RLSPRUNE_DATA`, or the user's cache folder.
+        progress: callback for every piece that arrives.
 
     Returns:
         The files, all with the published checksum.
 
     Raises:
-        DataError: unknown data set, no mirror had a file, or the folder cannot be written. What had arrived stays
-            beside the target as a `.part` file, and the next call continues from there.
+        DataError: the data set is unknown, no mirror had a file, or the folder cannot be written. Partial downloads
+            stay beside the target as `.part` files, and the next call continues from there.
     """
     dataset = catalog.entry(name)
     if not dataset.downloads:
@@ -58,10 +58,10 @@ def get(
 def fetch(file: RemoteFile, folder: str | os.PathLike[str], progress: DownloadProgress | None = None) -> Path:
     """Downloads one file into a folder, unless it is there with the right checksum.
 
-    The file has its name only once it is complete, verified and on disk.
+    The file gets its name only when it is complete, verified and on disk.
 
     Raises:
-        DataError: as in `get`.
+        DataError: see `get`.
     """
     target = Path(folder) / file.name
     with _blame_folder(target):
@@ -86,7 +86,7 @@ def _fetch_from_mirrors(file: RemoteFile, target: Path, progress: DownloadProgre
                 return
             except _MirrorError as error:
                 failures.append(f"{url}: {error}")
-            # Worth another attempt if it brought something, or if it began with bytes that turned out to be wrong.
+            # Another attempt is worthwhile if this one brought bytes, or started from bytes that proved wrong.
             if _size(part) == start:
                 break
     listed = "; ".join(dict.fromkeys(failures))
@@ -110,14 +110,14 @@ def _download(url: str, file: RemoteFile, part: Path, progress: DownloadProgress
             response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT)
         except urllib.error.HTTPError as error:
             if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-                part.unlink()  # it is not the beginning of what this mirror has
+                part.unlink()  # it is not the beginning of this mirror's file
             raise
     with response:
         if response.status != http.client.PARTIAL_CONTENT:
             start = 0  # the server sends the whole file
         elif _range_start(response) != start:
             part.unlink(missing_ok=True)
-            raise _MirrorError("it answered with another part of the file than was asked for")
+            raise _MirrorError("it sent a part of the file that was not requested")
         with part.open("r+b" if start else "wb") as output:
             output.seek(start)
             _copy(response, output, file, start, progress)
@@ -148,7 +148,7 @@ def _copy(
 
 
 def _publish(part: Path, target: Path, file: RemoteFile) -> None:
-    """Gives the part file its name, if it is what was published; else removes it."""
+    """Gives the part file its final name if its checksum is the published one, else removes it."""
     actual = md5_of(part)
     if actual != file.md5:
         part.unlink()
@@ -159,7 +159,7 @@ def _publish(part: Path, target: Path, file: RemoteFile) -> None:
 
 @contextmanager
 def _network() -> Iterator[None]:
-    """Separates what goes wrong on the way from what goes wrong on the disk: both are OSError."""
+    """Turns errors of the network into `_MirrorError`, to tell them from errors of the disk: both are OSError."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -201,7 +201,7 @@ def _require_space(folder: Path, needed: int) -> None:
 
 
 def _range_start(response: http.client.HTTPResponse) -> int | None:
-    """Where a partial answer begins: `Content-Range: bytes 100-199/200`."""
+    """Returns the first byte of a partial response, from `Content-Range: bytes 100-199/200`."""
     unit, _, span = response.headers.get("Content-Range", "").partition(" ")
     first = span.partition("-")[0]
     return int(first) if unit == "bytes" and first.isdecimal() else None
@@ -215,4 +215,4 @@ def _size(path: Path) -> int:
 
 
 def _silent(name: str, done: int, total: int) -> None:
-    """Progress for those who do not ask for it."""
+    """Ignores progress."""

@@ -1,4 +1,4 @@
-"""The one error that reading, finding and downloading data can raise."""
+"""The error that reading, finding and downloading data raises."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 class DataError(ValueError):
     """A data file or data set that cannot be used.
 
-    The message names the file, what is wrong with it and what to do about it.
+    The message names the file, the problem and the remedy.
 
     Args:
-        where: the file, folder or data set concerned.
-        problem: what is wrong.
-        remedy: what the user can do.
+        where: the file, folder or data set.
+        problem: the problem with it.
+        remedy: the action that the user can take.
     """
 
     def __init__(self, where: str | os.PathLike[str], problem: str, remedy: str) -> None:

@@ -24,9 +24,9 @@ __all__ = ["read_image_folder"]
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-"""What Pillow may take a file for. It looks at the bytes, not at the ending, and some of its readers start programs."""
+"""The formats that Pillow may read. It decides by the bytes, not by the ending, and some readers start programs."""
 TEST_SHARE = 0.2
-"""The share of the images that is tested on, where the folder has no test split."""
+"""The share of the images in the test split if the folder has no test split."""
 _TEST_NAMES = ("test", "val", "valid")
 _GREY = ("1", "L", "LA", "I;16")
 
@@ -38,17 +38,17 @@ def read_image_folder(
 ) -> Dataset:
     """Reads all images into memory, as bytes.
 
-    The folder holds ``train`` and ``test`` (or ``val``), each with a sub-folder per class, or the classes themselves:
-    then a fifth of each class is set aside for testing. Files with endings that are not of images are left out.
+    The folder holds ``train`` and ``test`` (or ``val``), each with a sub-folder per class. If it holds the classes
+    themselves, a fifth of each class is set aside for testing. Files without an image's ending are left out.
 
     Args:
         path: The folder.
-        image_size: Images are cut to a square and scaled to so many pixels; None: they must be of one size.
-        channels: 1 for grey, 3 for colour; None: grey if all images are.
-        seed: Of the choice of the test images.
+        image_size: Side in pixels to which images are cut to a square and scaled; None if all have the same size.
+        channels: 1 for grey, 3 for colour; None for grey if all images are grey.
+        seed: The seed of the choice of the test images.
 
     Raises:
-        DataError: A class without images, an image that cannot be read, images of several sizes.
+        DataError: A class has no images, an image cannot be read, or images have several sizes.
     """
     root = Path(path)
     if not root.is_dir():
@@ -72,7 +72,7 @@ def read_image_folder(
 
 
 def _parts(root: Path) -> list[Path]:
-    """The training and the test folder, or the one that holds both."""
+    """Returns the training and the test folder, or the one folder for both."""
     train = root / "train"
     if not train.is_dir():
         return [root]
@@ -121,7 +121,7 @@ def _is_grey(file: Path) -> bool:
 def _read(
     files: Sequence[Path], labels: Sequence[int], size: tuple[int, int] | None, channels: Channels, resize: bool
 ) -> tuple[Split, tuple[int, int]]:
-    """The images, all of one size (width, height), which is the first one's if none is given."""
+    """Reads the images, all of one size (width, height), which is the first image's if none is given."""
     first = _pixels(files[0], None, channels) if size is None else None
     if first is not None:
         size = (first.shape[2], first.shape[1])
@@ -140,12 +140,12 @@ def _read(
 
 
 def _pixels(file: Path, size: tuple[int, int] | None, channels: Channels) -> npt.NDArray[np.uint8]:
-    """The pixels of one image, (C, H, W)."""
+    """Reads the pixels of one image, (C, H, W)."""
     from PIL import ImageOps
 
     with _opened(file) as image:
         upright = ImageOps.exif_transpose(image)
-        if upright.mode == "I;16":  # which Pillow would clip at 255
+        if upright.mode == "I;16":  # Pillow would clip it at 255
             upright = upright.point(lambda value: value / 256).convert("L")
         upright = upright.convert("L" if channels == 1 else "RGB")
         if size is not None:
@@ -156,7 +156,7 @@ def _pixels(file: Path, size: tuple[int, int] | None, channels: Channels) -> npt
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Image]:
-    """The image, to be decoded in the block. One with more pixels than Pillow takes for sane is refused."""
+    """Opens an image, which the block decodes; refuses one with more pixels than Pillow's limit."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -171,5 +171,5 @@ def _opened(file: Path) -> Iterator[Image]:
         raise DataError(file, str(error), "Scale it down, or leave it out") from error
     except DataError:
         raise
-    except Exception as error:  # whatever damaged files make a reader raise
+    except Exception as error:  # damaged files make readers raise any error
         raise DataError(file, f"it is not a whole image ({error})", "Replace or remove it") from error

@@ -1,7 +1,7 @@
 """Readers of the idx files of MNIST and Fashion-MNIST and of the binary version of CIFAR-10.
 
-Every size that a file claims is checked against what the file can hold before memory is taken, nothing is unpickled
-and nothing is unpacked to disk. A file that does not fit raises `DataError`.
+Every size that a file claims is checked against the file's own size before memory is allocated. Nothing is unpickled or
+unpacked to disk. A file that does not fit raises `DataError`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_idx(path: str | PathLike[str]) -> npt.NDArray[np.uint8]:
         An array of the shape that the header states.
 
     Raises:
-        DataError: it is not such a file, or shorter or longer than its header says.
+        DataError: the file is not an idx file, or shorter or longer than its header says.
     """
     with open_maybe_gzip(Path(path)) as source:
         magic = source.read(4, "magic number")
@@ -59,7 +59,7 @@ def read_idx_pair(images: str | PathLike[str], labels: str | PathLike[str], clas
     Args:
         images: an idx3 file.
         labels: an idx1 file with as many entries.
-        classes: labels must be below it.
+        classes: the number of classes; labels must be below it.
 
     Returns:
         Images (N, 1, H, W) and labels (N,).
@@ -87,14 +87,14 @@ def read_cifar_batch(path: str | PathLike[str]) -> tuple[Images, Labels]:
         Images (N, 3, 32, 32) and labels (N,).
 
     Raises:
-        DataError: its size is not a multiple of a record, or a label is not below 10.
+        DataError: the size is not a multiple of a record, or a label is not below 10.
     """
     with open_plain(Path(path)) as source:
         return _cifar_records(source, source.capacity)
 
 
 def read_cifar_archive(path: str | PathLike[str], members: Sequence[str]) -> dict[str, tuple[Images, Labels]]:
-    """Reads batches straight out of `cifar-10-binary.tar.gz`, without unpacking it to disk.
+    """Reads batches from `cifar-10-binary.tar.gz` without unpacking it to disk.
 
     Args:
         path: the archive.
@@ -104,13 +104,13 @@ def read_cifar_archive(path: str | PathLike[str], members: Sequence[str]) -> dic
         Images and labels by file name.
 
     Raises:
-        DataError: a member is missing, there twice or not a CIFAR-10 batch, or the archive is damaged.
+        DataError: a member is missing, occurs twice or is not a CIFAR-10 batch, or the archive is damaged.
     """
     found: dict[str, tuple[Images, Labels]] = {}
     with open_maybe_gzip(Path(path)) as source:
         source.capacity = min(source.capacity, MAX_BYTES)
-        # The standard library's tarfile follows long-name chains, sparse maps and pax headers of any size; six plain
-        # members need none of that, so this walks the headers and skips what it does not know.
+        # The standard library's tarfile follows long-name chains, sparse maps and pax headers of any size. Six plain
+        # members need none of that, so this loop walks the headers and skips unknown members.
         while (header := _tar_header(source)) is not None:
             name, size, regular = header
             if regular and name in members:
@@ -128,7 +128,7 @@ def read_cifar_archive(path: str | PathLike[str], members: Sequence[str]) -> dic
 
 
 def checked_labels(path: str | PathLike[str], labels: npt.NDArray[np.uint8] | Labels, classes: int) -> Labels:
-    """Labels as int64, or a `DataError` that names the first one outside 0…classes−1."""
+    """Returns labels as int64, or raises a `DataError` that names the first one outside 0…classes−1."""
     outside = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(outside):
         problem = f"label {labels[outside[0]]} of image {outside[0]} is not between 0 and {classes - 1}"
@@ -145,7 +145,7 @@ def _cifar_records(source: Source, size: int) -> tuple[Images, Labels]:
 
 
 def _tar_header(source: Source) -> tuple[str, int, bool] | None:
-    """The next member's file name, size and whether it is a regular file; None at the archive's end."""
+    """Reads the next member's file name, size and whether it is a regular file; None at the archive's end."""
     block = source.read(_TAR_BLOCK, "tar header")
     if not block.any():
         return None
@@ -154,7 +154,7 @@ def _tar_header(source: Source) -> tuple[str, int, bool] | None:
         size, checksum = (int(field[at:end].rstrip(b"\0 "), 8) for at, end in ((124, 136), (148, 156)))
     except ValueError:
         raise source.fail("it is not a tar archive of plain files (a header has no octal size)") from None
-    # The checksum is the sum of the header's bytes with its own eight taken as spaces.
+    # The checksum is the sum of the header's bytes, with its own eight bytes counted as spaces.
     if size < 0 or checksum != int(block.sum()) - int(block[148:156].sum()) + 8 * ord(" "):
         raise source.fail("a header of the tar archive is damaged")
     name = field[:100].split(b"\0", 1)[0].decode("ascii", "backslashreplace").rsplit("/", 1)[-1]

@@ -1,4 +1,4 @@
-"""What is to be predicted: classes, numbers or sets of labels, guessed from the labels."""
+"""The targets of prediction: classes, numbers or sets of labels, guessed from the labels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Array", "ReadLabels", "read_labels"]
 Array = npt.NDArray[Any]
 
 _FEW = 20
-"""So many different whole numbers are always taken for classes."""
+"""Number of different whole numbers up to which labels always count as classes."""
 _EXAMPLES = 2
-"""More of them only if each stands for so many examples on average."""
+"""Number of examples per label, on average, from which more whole numbers count as classes too."""
 
 
 class ReadLabels(NamedTuple):
@@ -38,17 +38,17 @@ class ReadLabels(NamedTuple):
 def read_labels(
     path: Path, train: Array, test: Array, task: str | None = None, names: Sequence[str] = ()
 ) -> ReadLabels:
-    """Labels as a network learns them.
+    """Converts labels to the tensors that a network learns.
 
     Args:
-        path: Where they come from, for messages.
-        train: Of the training split: names or whole numbers (N,), numbers (N,) or (N, K), zeros and ones (N, K).
-        test: Of the test split.
-        task: What they are; None to guess.
-        names: Of the K columns, where they have some.
+        path: The source of the labels, for messages.
+        train: Labels of training: names or whole numbers (N,), numbers (N,) or (N, K), or zeros and ones (N, K).
+        test: Labels of the test split.
+        task: The task; None to guess.
+        names: Names of the K columns, if they have names.
 
     Raises:
-        DataError: They do not fit the task, or no task.
+        DataError: The labels do not fit the task, or any task.
     """
     train, test = (_in_shape(array) for array in (train, test))
     for key, array in (("y_train", train), ("y_test", test)):
@@ -79,11 +79,11 @@ def _in_shape(array: Array) -> Array:
 
 
 def _guess(labels: Array) -> str:
-    """What labels look like."""
+    """Guesses the task from the labels."""
     if labels.dtype.kind in "Ub" and labels.ndim == 1:
         return "classification"
     if labels.ndim == 2:
-        # One-hot rows are classes that were stored in another way: `_classes` tells what to do.
+        # One-hot rows are classes in another form; the message of `_classes` says what to do.
         marks = bool(np.isin(labels, (0, 1)).all())
         return "regression" if not marks else "classification" if (labels.sum(1) == 1).all() else "multi-label"
     values = np.unique(labels)
@@ -95,7 +95,7 @@ def _guess(labels: Array) -> str:
 
 
 def _classes(path: Path, train: Array, test: Array) -> ReadLabels:
-    """Classes by their names or numbers."""
+    """Converts names or numbers of classes to class indices."""
     for key, array in (("y_train", train), ("y_test", test)):
         whole = array.dtype.kind in "uibU" or not bool((array % 1).any())
         if array.ndim != 1 or not whole:

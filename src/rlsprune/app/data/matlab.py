@@ -1,8 +1,8 @@
 """Reader of SVHN's cropped digits, `train_32x32.mat` and `test_32x32.mat`.
 
 The files are in MATLAB's level 5 format ("MAT-File Format", The MathWorks), of which they use little: two plain numeric
-arrays, X (32×32×3×N, bytes) and y (N×1, 1…10), each usually compressed. Reading just that keeps memory bounded by what
-was checked and leaves cells, structs, objects and functions, which a general reader would build, unread.
+arrays, X (32×32×3×N, bytes) and y (N×1, 1…10), each usually compressed. Only these are read, so that memory stays
+bounded by checked sizes, and cells, structs, objects and functions, which a general reader would build, stay unread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read_svhn(path: str | PathLike[str]) -> tuple[Images, Labels]:
         Images (N, 3, 32, 32) and labels (N,), in which the files' label 10 has become the digit 0.
 
     Raises:
-        DataError: it is not such a file, or damaged.
+        DataError: the file is damaged, or not one of SVHN's.
     """
     with open_plain(Path(path)) as source:
         arrays = _read_variables(source, {"X": 4, "y": 2})
@@ -60,8 +60,8 @@ def read_svhn(path: str | PathLike[str]) -> tuple[Images, Labels]:
         labels = marks.reshape(-1)
         if not np.isin(labels, np.arange(1, _CLASSES + 1)).all():
             raise source.fail("y holds values other than the whole numbers 1 to 10")
-        # A column-major array read in C order is (N, colour, column, row). Swapped a slice at a time: a whole second
-        # copy would double the memory.
+        # A column-major array read in C order is (N, colour, column, row). It is swapped a slice at a time, because a
+        # whole second copy would double the memory.
         for start in range(0, len(pixels), 4096):
             piece = pixels[start : start + 4096]
             piece[...] = piece.swapaxes(2, 3).copy()
@@ -69,7 +69,7 @@ def read_svhn(path: str | PathLike[str]) -> tuple[Images, Labels]:
 
 
 def _read_variables(file: Source, wanted: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
-    """The named arrays, with their dimensions reversed (C order); `wanted` gives their number of dimensions."""
+    """Reads the named arrays, with dimensions reversed (C order); `wanted` gives their numbers of dimensions."""
     header = file.read(_HEADER, "header").tobytes()
     orders: dict[bytes, _ByteOrder] = {b"IM": "<", b"MI": ">"}
     order = orders.get(header[126:])
@@ -105,7 +105,7 @@ def _read_variables(file: Source, wanted: Mapping[str, int]) -> dict[str, npt.ND
 
 
 def _matrix_header(source: Source, order: _ByteOrder) -> tuple[str, tuple[int, ...] | None]:
-    """The name of a matrix, and its dimensions if it is an array of real numbers."""
+    """Reads the name of a matrix, and its dimensions if it is an array of real numbers."""
     flags = _element(source, order, {_UINT32: "u4"}, 8, "array flags")
     if len(flags) != 2:
         raise source.fail("a variable has no array flags")
@@ -146,7 +146,7 @@ def _tag(source: Source, order: _ByteOrder, what: str = "tag") -> tuple[int, int
 
 
 def _inflated(body: Source, order: _ByteOrder) -> tuple[int, Source]:
-    """The type of the element inside a compressed one, and its bytes as they are unpacked."""
+    """Returns the type of the element inside a compressed one, and a source of its unpacked bytes."""
     source = Source(body.path, _Inflate(body), body.capacity * MAX_EXPANSION)
     kind, size = _tag(source, order)
     if size > source.capacity:
@@ -156,7 +156,7 @@ def _inflated(body: Source, order: _ByteOrder) -> tuple[int, Source]:
 
 
 class _Inflate:
-    """A zlib stream that unpacks no more at a time than it is asked for."""
+    """A zlib stream that unpacks at most the requested bytes at a time."""
 
     def __init__(self, packed: Source) -> None:
         self._packed = packed

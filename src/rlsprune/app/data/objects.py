@@ -22,16 +22,17 @@ _RETURN = "Return (train, test), datasets of (input, label) pairs"
 
 
 def read_objects(name: str, make: Callable[[], Any], task: str | None = None, seed: int = 0) -> Dataset:
-    """Reads every example once; of one data set, a fifth is set aside for testing.
+    """Reads every example once; a fifth of a single data set is set aside for testing.
 
     Args:
-        name: What they are called, for messages: ``module:function``.
-        make: Gives the training and the test data set, as a pair or a mapping of "train" and "test", or one of both.
-        task: What the labels are; None to guess.
-        seed: Of the choice of the test examples.
+        name: The name of the data for messages, ``module:function``.
+        make: Function that returns the training and the test data set, as a pair or as a mapping of "train" and
+            "test", or one data set for both.
+        task: The task of the labels; None to guess.
+        seed: The seed of the choice of the test examples.
 
     Raises:
-        DataError: It gives something else, or examples of several shapes.
+        DataError: The function returns something else, or examples of several shapes.
     """
     found = make()
     if isinstance(found, Mapping):
@@ -44,7 +45,7 @@ def read_objects(name: str, make: Callable[[], Any], task: str | None = None, se
         shapes = [f"{part.dtype} of {tuple(part.shape)}" for part in inputs]
         raise DataError(name, f"its training inputs are {shapes[0]}, the test inputs {shapes[1]}", "Make them alike")
     told = read_labels(Path(name), labels[0], labels[-1], task)
-    names = getattr(parts[0], "classes", None)  # as torchvision's have them
+    names = getattr(parts[0], "classes", None)  # torchvision's data sets have it
     if told.task == "classification" and isinstance(names, Sequence) and len(names) >= len(told.names):
         told = told._replace(names=tuple(map(str, names)))
     splits = Split(inputs[0], told.train), Split(inputs[-1], told.test)
@@ -62,7 +63,7 @@ def _read(name: str, data: Any) -> tuple[Tensor, Array]:
     for number in range(len(data)) if hasattr(data, "__len__") else ():
         try:
             example = data[number]
-        except Exception as error:  # whatever a user's own code raises
+        except Exception as error:  # a user's own code may raise any error
             problem = f"example {number} of its {type(data).__name__} cannot be read ({_told(error)})"
             raise DataError(name, problem, _RETURN) from error
         if not isinstance(example, tuple | list) or len(example) != 2:
@@ -75,10 +76,10 @@ def _read(name: str, data: Any) -> tuple[Tensor, Array]:
             problem = f"example {number} is of {kinds}, not of numbers ({_told(error)})"
             raise DataError(name, problem, "Give a tensor or an array (ToTensor) and a label") from error
         if labels[-1].shape != labels[0].shape:
-            problem = f"the label of example {number} is of shape {labels[-1].shape}, the first is not"
+            problem = f"the label of example {number} has shape {labels[-1].shape}, unlike the first"
             raise DataError(name, problem, "Give all labels one shape")
         if inputs[-1].shape != inputs[0].shape or inputs[-1].dtype != inputs[0].dtype:
-            problem = f"example {number} is {inputs[-1].dtype} of {tuple(inputs[-1].shape)}, the first is not"
+            problem = f"example {number} is {inputs[-1].dtype} of {tuple(inputs[-1].shape)}, unlike the first"
             raise DataError(name, problem, "Give all one shape and type (Resize, ToTensor)")
     if not inputs:
         raise DataError(name, f"it returns a {type(data).__name__} without examples", _RETURN)

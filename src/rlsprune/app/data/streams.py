@@ -1,4 +1,4 @@
-"""Reading bytes from files that may be damaged or hostile: exact lengths, bounded memory, one error."""
+"""Reads bytes from files that may be damaged or hostile, with exact lengths, bounded memory and one error type."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import numpy.typing as npt
 from rlsprune.app.data.errors import DataError
 
 MAX_BYTES = 512 << 20
-"""The most that one array of a data file may take; SVHN's training images, the largest known, take 225 MB."""
+"""The largest size of one array of a data file; SVHN's training images, the largest known, take 225 MB."""
 
 MAX_EXPANSION = 1032
-"""Deflate cannot expand by more than this, so a larger claim is refused before anything is allocated."""
+"""The largest expansion of Deflate; a larger claim is refused before anything is allocated."""
 
 CHUNK = 1 << 20
-"""Bytes read at a time."""
+"""Number of bytes read at a time."""
 
 GET_AGAIN = "Delete it and get it again with `rlsprune data get`, or put the original file there"
 
@@ -35,12 +35,12 @@ class Readable(Protocol):
     """A binary stream that fills a buffer."""
 
     def readinto(self, buffer: Any, /) -> int | None:
-        """Reads up to the length of the buffer and returns how much; 0 at the end."""
+        """Reads up to the length of the buffer and returns the number of bytes; 0 at the end."""
 
 
 @dataclass
 class Source:
-    """An open file, the name to blame it by, and the most bytes that it can still give."""
+    """An open file, its path for error messages, and the most bytes that it can still give."""
 
     path: Path
     stream: Readable
@@ -48,16 +48,16 @@ class Source:
     remedy: str = GET_AGAIN
 
     def fail(self, problem: str) -> DataError:
-        """The error for this file, to be raised by the caller."""
+        """Makes an error for this file; the caller raises it."""
         return DataError(self.path, problem, self.remedy)
 
     def read(self, count: int, what: str, limit: int | None = None) -> npt.NDArray[np.uint8]:
         """Reads exactly `count` bytes.
 
         Args:
-            count: how many; refused before allocating when the file cannot hold them or they exceed the limit.
+            count: the number of bytes, refused before allocation if the file cannot hold them or they exceed the limit.
             what: the part of the file, for the message.
-            limit: the most that is read at all; None for `MAX_BYTES`.
+            limit: the most bytes that are read at all; None for `MAX_BYTES`.
 
         Raises:
             DataError: the file is too short, or the count is absurd.
@@ -76,7 +76,7 @@ class Source:
         return array
 
     def skip(self, count: int, what: str) -> None:
-        """Reads `count` bytes and forgets them, a piece at a time."""
+        """Reads `count` bytes and discards them, a piece at a time."""
         while count > 0:
             step = min(count, CHUNK)
             self.read(step, what)
@@ -91,14 +91,14 @@ class Source:
                 raise self.fail("it unpacks to more than it should")
 
     def expect_end(self) -> None:
-        """Raises `DataError` if anything follows."""
+        """Raises `DataError` if more bytes follow."""
         if self.stream.readinto(bytearray(1)):
             raise self.fail("there are bytes after the end of the data")
 
 
 @contextmanager
 def blame(path: Path, remedy: str = GET_AGAIN) -> Iterator[None]:
-    """Turns whatever the system or a decompressor raises into a `DataError` that names the file."""
+    """Turns errors of the system or of a decompressor into a `DataError` that names the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -113,9 +113,9 @@ def blame(path: Path, remedy: str = GET_AGAIN) -> Iterator[None]:
 
 @contextmanager
 def open_regular(path: Path, remedy: str = GET_AGAIN) -> Iterator[tuple[BufferedReader, int]]:
-    """Opens a regular file and tells its size; whatever goes wrong becomes a `DataError`."""
+    """Opens a regular file and yields it with its size; any error becomes a `DataError`."""
     with blame(path, remedy):
-        # A pipe or a device would block or never end. Opened first and asked after: it cannot be swapped between.
+        # A pipe or a device would block or never end. The file is opened before the check, so it cannot be swapped.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -133,7 +133,7 @@ def open_plain(path: Path) -> Iterator[Source]:
 
 @contextmanager
 def open_maybe_gzip(path: Path) -> Iterator[Source]:
-    """Opens a regular file, unpacked on the fly if its first bytes say that it is gzip."""
+    """Opens a regular file, and unpacks it on the fly if its first bytes are those of gzip."""
     with open_regular(path) as (file, size):
         packed = file.peek(2)[:2] == b"\x1f\x8b"
         if packed:
@@ -144,11 +144,11 @@ def open_maybe_gzip(path: Path) -> Iterator[Source]:
 
 
 def md5_of(path: Path) -> str:
-    """The MD5 of a file's bytes, in hexadecimal: the checksum that the publishers of these data sets give."""
+    """Computes the hexadecimal MD5 of a file, the checksum that the publishers of these data sets give."""
     with open_regular(path) as (file, _):
         return hashlib.file_digest(file, _md5).hexdigest()
 
 
 def _md5() -> Any:
-    # Not a defence against forgery, and refused by FIPS builds of OpenSSL unless that is said.
+    # It does not defend against forgery, and FIPS builds of OpenSSL refuse it without this flag.
     return hashlib.md5(usedforsecurity=False)

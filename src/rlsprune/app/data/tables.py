@@ -30,7 +30,7 @@ _TEST_NAMES = ("test", "val", "valid")
 
 
 def table_parts(path: Path) -> list[Path]:
-    """The file itself, or the training and the test table of a folder; empty if there is no table."""
+    """Returns the file itself, or the training and the test table of a folder; empty if there is no table."""
     if path.suffix in SUFFIXES:
         return [path]
     train = next((path / f"train{suffix}" for suffix in SUFFIXES if (path / f"train{suffix}").is_file()), None)
@@ -50,17 +50,17 @@ def read_table(
     task: str | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """Reads a table; of one file, a fifth of the rows is set aside for testing.
+    """Reads a table; a fifth of the rows of a single file is set aside for testing.
 
     Args:
         path: A file, or a folder that holds ``train.csv`` and ``test.csv`` (or Parquet).
-        labels: The columns that are to be predicted; none: the last.
-        drop: The columns that are left out.
-        task: What the labels are; None to guess.
-        seed: Of the choice of the test rows.
+        labels: The columns to predict; empty for the last one.
+        drop: The columns to leave out.
+        task: The task of the labels; None to guess.
+        seed: The seed of the choice of the test rows.
 
     Raises:
-        DataError: It is missing or damaged, or holds something that is no number.
+        DataError: The table is missing or damaged, or holds something other than numbers.
     """
     parts = table_parts(Path(path))
     if not parts:
@@ -106,7 +106,7 @@ def _read(path: Path) -> DataFrame:
             else:
                 form: Any = {"sep": "\t" if path.suffix == ".tsv" else ",", "skipinitialspace": True}
                 head = pandas.read_csv(file, **form, header=None, nrows=1, dtype=str, keep_default_na=False)
-                _check_names(path, [name.strip() for name in head.iloc[0]])  # pandas would rename the second of two
+                _check_names(path, [name.strip() for name in head.iloc[0]])  # pandas would rename a duplicate
                 file.seek(0)
                 frame = pandas.read_csv(file, **form)
     except DataError:
@@ -116,7 +116,7 @@ def _read(path: Path) -> DataFrame:
         raise DataError(path, "Parquet is read by pyarrow, which is not installed", remedy) from error
     except MemoryError as error:
         raise DataError(path, "there is not enough memory to read it", "Free some memory and try again") from error
-    except Exception as error:  # whatever damaged files make a reader raise
+    except Exception as error:  # damaged files make readers raise any error
         raise DataError(path, f"it is not a table that pandas reads ({str(error)[:200]})", _WRITE) from error
     frame.columns = [str(name).strip() for name in frame.columns]
     _check_names(path, list(frame.columns))
@@ -131,11 +131,11 @@ def _check_names(path: Path, names: list[str]) -> None:
         raise DataError(path, f"it has two columns {twice!r}", "Give each its own name")
     if len(names) == 1 and any(mark in names[0] for mark in ";,|\t"):
         remedy = "Separate columns by commas in .csv, by tabs in .tsv"
-        raise DataError(path, f"it has one column alone, {names[0][:80]!r}", remedy)
+        raise DataError(path, f"it has only one column, {names[0][:80]!r}", remedy)
 
 
 def _inputs(path: Path, frame: DataFrame, names: Sequence[str]) -> npt.NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # what does not fit becomes infinite
+    with np.errstate(over="ignore"):  # values that do not fit become infinite
         columns = [_numbers(path, name, frame[name]).astype(np.float32) for name in names]
     for name, column in zip(names, columns, strict=True):
         _check_finite(path, name, column)
@@ -161,7 +161,7 @@ def _numbers(path: Path, name: str, column: Series) -> npt.NDArray[Any]:
         example = str(values[0])[:40]
         raise DataError(
             path,
-            f"column {name!r} holds {example!r}, which is no number",
+            f"column {name!r} holds {example!r}, which is not a number",
             f"Turn it into numbers (one column for each of its values, say), or leave it out: --drop-columns {name}",
         )
     return values
@@ -178,6 +178,6 @@ def _check_finite(path: Path, name: str, values: npt.NDArray[Any]) -> None:
 def _missing(path: Path, name: str, row: int) -> DataError:
     return DataError(
         path,
-        f"column {name!r} has no value in row {row + 1}, or one that means none (NA, null, nan)",
-        "Fill it in (its median, say), leave the row out, or leave the column out: --drop-columns. Rename a class NA",
+        f"column {name!r} has no value in row {row + 1}, or a marker of a missing one (NA, null, nan)",
+        "Fill it in (its median, say), leave the row out, or leave the column out: --drop-columns. Rename a class 'NA'",
     )

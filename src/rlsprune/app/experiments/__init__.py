@@ -1,1 +1,1 @@
-"""The paper's experiments: what they are made of, runs, comparisons and sweeps."""
+"""The paper's experiments: their parts, runs, comparisons and sweeps."""

@@ -19,12 +19,12 @@ __all__ = ["RayTasks"]
 class RayTasks:
     """One Ray task per run, with as many of the machine's CPUs as the run has threads.
 
-    Joins the cluster that the environment names (``RAY_ADDRESS``); without one, a local one is started. A task that Ray
-    loses with its machine restarts from the run's last checkpoint.
+    It joins the cluster that the environment names (``RAY_ADDRESS``), or starts a local one. A task that Ray loses with
+    its machine restarts from the run's last checkpoint.
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts: it would report to its makers
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts, which reports usage by default
         try:
             import ray
         except ModuleNotFoundError as error:
@@ -37,11 +37,11 @@ class RayTasks:
 
     @property
     def slots(self) -> int:
-        """CPUs of the whole cluster: no more runs than that go on at a time."""
+        """Returns the CPUs of the whole cluster, the most runs at a time."""
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def execute(self, run: PlannedRun) -> None:
-        """Runs one to its end, on any machine; what it says goes to log.txt in its folder."""
+        """Executes a run to its end on any machine; its output goes to log.txt in its folder."""
         RunFolder(run.folder).write_json("config", run.config.to_dict())
         gpus = 1 if run.config.device.startswith("cuda") else 0
         cpus = min(run.config.threads, largest_machine(self._ray.nodes()))
@@ -57,7 +57,7 @@ class RayTasks:
         check_result(run, code)
 
     def end(self) -> None:
-        """Ends all."""
+        """Ends all tasks."""
         for task in list(self._tasks):
             self._ray.cancel(task, force=True)
 
@@ -68,7 +68,7 @@ class RayTasks:
 
 
 def largest_machine(nodes: Iterable[Mapping[str, Any]]) -> int:
-    """The most CPUs that one live machine has: a task that wants more would wait for ever."""
+    """Returns the most CPUs of any live machine; a task that wants more would wait for ever."""
     return max([1, *(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])])
 
 

@@ -1,4 +1,4 @@
-"""From finished runs to the figures of a comparison: means over seeds, beside the paper's."""
+"""Figures of a comparison of finished runs: means over seeds, beside the paper's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlsprune.app.run.folder import RunFolder
 __all__ = ["compare_runs"]
 
 _MEASURES = {
-    "accuracy": "mean_accuracy",  # the paper's tables have means of the last epochs
+    "accuracy": "mean_accuracy",  # the paper's tables show means of the last epochs
     "loss": "mean_loss",
     "final_accuracy": "accuracy",
     "nodes_percent": "nodes_percent",
@@ -27,15 +27,15 @@ _MEASURES = {
     "epochs": "epochs",
     "events": "events",
 }
-"""A column's figures, and what they are called in a run's summary."""
+"""A column's figures, and their keys in a run's summary."""
 
 
 def compare_runs(name: str, runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Everything that the tables show, as plain containers.
+    """Computes everything that the tables show, as plain containers.
 
     Args:
         name: The experiment.
-        runs: Finished ones, as `plan.comparison` gives them; an unpruned network among them.
+        runs: Finished runs from `queue.comparison`, including one of an unpruned network.
 
     Raises:
         ValueError: None of them is unpruned.
@@ -87,7 +87,7 @@ def _over_runs(values: Sequence[float]) -> dict[str, float]:
 
 
 def _layers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Layer by layer, the mean over runs."""
+    """Averages the rows of each layer over the runs."""
     keys = ("nodes", "weights", "nodes_percent", "weights_percent")
     return [
         {"name": rows[0]["name"], **{key: statistics.fmean(row[key] for row in rows) for key in keys}}

@@ -1,4 +1,4 @@
-"""Pictures: the paper's three panels, and which pixels survived."""
+"""Pictures of comparisons, sweeps, costs, fronts, and the pixels that are read."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _COSTS = (("weights_percent", "retained weights (%)"), ("flops_percent", "FLOPs 
 
 
 def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
-    """Accuracy against weights, FLOPs and the time of the run, a point for each method; unpruned networks hollow.
+    """Draws accuracy against weights, FLOPs and run time, with a point per method; unpruned networks are hollow.
 
     Args:
-        comparison: As `compare_runs` gives it.
-        path: The picture's file; its ending says which kind.
+        comparison: The result of `compare_runs`.
+        path: The picture's file; its ending determines the format.
     """
     figure = _figure(12, 4.2)
     figure.suptitle(comparison["title"])
@@ -63,13 +63,12 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
-    """Retained nodes, retained weights and accuracy, epoch by epoch.
+    """Draws retained nodes, retained weights and accuracy over the epochs.
 
     Args:
-        curves: The metrics of a run by its label in the legend.
-        title: Above the panels.
-        metric: The score.
-        path: The picture's file; its ending says which kind.
+        curves: The metrics of each run by its label in the legend.
+        title: The title above the panels.
+        path: The picture's file; its ending determines the format.
     """
     figure = _figure(12, 3.6)
     figure.suptitle(title)
@@ -79,7 +78,7 @@ def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, pa
         axes.set(xlabel="epoch", ylabel=label)
         axes.grid(alpha=0.3)
         if key == "accuracy":
-            # The first epochs of training would flatten everything that matters.
+            # With the first epochs of training, the rest would look flat.
             values = [line[key] for metrics in curves.values() for line in metrics[len(metrics) // 10 :]]
             axes.set_ylim(max(0.0, np.percentile(values, 2) - 1), min(100.0, max(values) + 0.5))
     figure.axes[0].legend(title="ξ")
@@ -87,12 +86,12 @@ def draw_sweep(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, pa
 
 
 def draw_costs(curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], title: str, path: Path) -> None:
-    """Accuracy against weights, FLOPs and processor time: a line for each method, a point for each size.
+    """Draws accuracy against weights, FLOPs and processor time, with a line per method and a point per size.
 
     Args:
-        curves: Method → for each size, largest first, the accuracies and costs of its runs.
-        title: Above the panels.
-        path: The picture's file; its ending says which kind.
+        curves: For each method and each size, largest first, the accuracies and costs of its runs.
+        title: The title above the panels.
+        path: The picture's file; its ending determines the format.
     """
     figure = _figure(14, 4.6)
     figure.suptitle(title)
@@ -118,14 +117,14 @@ def draw_costs(curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], ti
 
 
 def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, metric: Metric, path: Path) -> None:
-    """The score against what is left of the parameters and FLOPs, right after each event and after recovery.
+    """Draws the score against the remaining parameters and FLOPs, right after each event and after recovery.
 
     Args:
-        points: As `shrink_run` gives them, the whole network first.
-        chosen: Which of them was kept.
-        title: Above the panels.
+        points: The points of `shrink_run`, the whole network first.
+        chosen: Index of the point that was kept.
+        title: The title above the panels.
         metric: The score.
-        path: The picture's file; its ending says which kind.
+        path: The picture's file; its ending determines the format.
     """
     figure = _figure(10, 4)
     figure.suptitle(title)
@@ -146,10 +145,10 @@ def draw_front(points: Sequence[Mapping[str, Any]], chosen: int, title: str, met
 
 
 def draw_pixels(summary: Mapping[str, Any], path: Path) -> None:
-    """The mean image, with the pixels that the network no longer reads crossed out in red.
+    """Draws the mean image, with the pixels that the network no longer reads marked red.
 
     Args:
-        summary: Of a run on grey images that has pruned its inputs.
+        summary: The summary of a run on grey images that has pruned its inputs.
         path: The picture's file.
     """
     kept = summary["kept_inputs"]
@@ -171,7 +170,7 @@ def draw_pixels(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure  # not pyplot: no window, no state shared with the user's own figures
+    from matplotlib.figure import Figure  # not pyplot, which opens windows and shares state with the user's figures
 
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -1,4 +1,4 @@
-"""Runs side by side, each in a process of its own; what is finished is not run again."""
+"""Executes several runs at a time, each in its own process; finished runs are skipped."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlsprune.app.run.folder import RunFolder
 __all__ = ["RunFailedError", "Runner", "check_result", "check_settings", "run_all"]
 
 Done = Callable[[PlannedRun, dict[str, Any], bool], None]
-"""Called with a run, its summary, and whether it had been finished before."""
+"""Callback with a run, its summary, and whether it had been finished before."""
 Failed = Callable[[PlannedRun, "RunFailedError"], None]
-"""Called with a run that failed, and how."""
+"""Callback with a run that failed, and its error."""
 
 
 class RunFailedError(RuntimeError):
@@ -29,17 +29,17 @@ class RunFailedError(RuntimeError):
 
 
 class Runner(Protocol):
-    """Where runs are executed."""
+    """An executor of runs."""
 
     def execute(self, run: PlannedRun) -> None:
-        """Runs one to its end, in the calling thread's time.
+        """Executes a run to its end, and blocks the calling thread meanwhile.
 
         Raises:
-            RunFailedError: It failed.
+            RunFailedError: The run failed.
         """
 
     def end(self) -> None:
-        """Ends all that are under way."""
+        """Ends all runs in progress."""
 
 
 def run_all(
@@ -49,19 +49,19 @@ def run_all(
     runner: Runner | None = None,
     failed: Failed | None = None,
 ) -> None:
-    """Runs everything that is not finished yet, `jobs` at a time.
+    """Executes all runs that are not finished yet, `jobs` at a time.
 
     Args:
-        runs: In the order in which they are started; a run may wait for an earlier one.
-        jobs: How many at a time.
-        done: Told about each run, in the order in which they end.
-        runner: Where they are executed; None for processes on this machine.
-        failed: Told about each run that failed, and the others go on; None to end with the first. A run that waits for
-            one that does not finish is left out.
+        runs: The runs in the order in which they are started; a run may wait for an earlier one.
+        jobs: Number of runs at a time.
+        done: Callback for each finished run, in the order in which they end.
+        runner: The executor of the runs; None for processes on this machine.
+        failed: Callback for each run that failed, while the others continue; None to end with the first. A run that
+            waits for one that does not finish is left out.
 
     Raises:
         ValueError: A folder holds a run with other settings.
-        RunFailedError: A run failed, and `failed` is None. The others that had been started are ended too; all can be
+        RunFailedError: A run failed, and `failed` is None. The other runs in progress are ended too; all can be
             resumed.
     """
     for run in runs:
@@ -83,7 +83,7 @@ def run_all(
                         waiting.remove(run)
                         active[pool.submit(runner.execute, run)] = run
                 if not active:
-                    return  # what is left waits for a run that failed
+                    return  # the remaining runs wait for one that failed
                 for future in wait(active, return_when=FIRST_COMPLETED).done:
                     run = active.pop(future)
                     try:
@@ -100,10 +100,10 @@ def run_all(
 
 
 def check_settings(path: Path, config: RunConfig) -> None:
-    """Makes sure that a folder is empty or holds the run that is asked for.
+    """Checks that a folder holds no run, or the run of this config.
 
     Raises:
-        ValueError: It holds one with other settings.
+        ValueError: The folder holds a run with other settings.
     """
     folder = RunFolder(path)
     if not folder.started:
@@ -118,7 +118,7 @@ def check_settings(path: Path, config: RunConfig) -> None:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within it, SIGTERM (of a batch system, say) ends this process as Ctrl-C does: it ends its runs before it goes."""
+    """Lets SIGTERM, as from a batch system, end this process like Ctrl-C within the block, after it ended its runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -126,11 +126,11 @@ def _ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # None: not of Python's making
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # None: not set from Python
 
 
 class _Processes:
-    """The processes under way."""
+    """Executes runs in processes on this machine."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -138,7 +138,7 @@ class _Processes:
         self._ended = False
 
     def execute(self, run: PlannedRun) -> None:
-        """Runs one to its end; what it says goes to log.txt in its folder."""
+        """Executes a run to its end; its output goes to log.txt in its folder."""
         folder = RunFolder(run.folder)
         folder.write_json("config", run.config.to_dict())
         command = [sys.executable, "-m", "rlsprune", "run", "--resume", str(run.folder)]
@@ -155,7 +155,7 @@ class _Processes:
         check_result(run, code)
 
     def end(self) -> None:
-        """Ends all."""
+        """Ends all processes."""
         with self._lock:
             self._ended = True
             for process in self._running:
@@ -163,7 +163,7 @@ class _Processes:
 
 
 def check_result(run: PlannedRun, code: int) -> None:
-    """Says what went wrong with a run that ended with this exit code, if anything did."""
+    """Raises RunFailedError with the last line of the log unless the exit code is 0."""
     if code:
         last = _last_line(run.folder / "log.txt")
         raise RunFailedError(f"the run in {run.folder} failed with exit code {code}: {last}")

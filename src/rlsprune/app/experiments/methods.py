@@ -23,7 +23,7 @@ __all__ = ["build_method", "build_model", "take_shape"]
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """The experiment's network at full size, freshly initialised from the config's seed."""
+    """Builds the experiment's network at full size, initialised from the config's seed."""
     chosen = experiment(config.experiment)
     torch.manual_seed(config.seed)
     model = chosen.build(batch_norm=config.method == "net-slimming").to(config.device)
@@ -33,7 +33,7 @@ def build_model(config: RunConfig) -> nn.Module:
 
 
 def build_method(config: RunConfig, model: nn.Module, optimizer: Optimizer, example_inputs: Tensor) -> Method:
-    """What prunes: one of the rivals, with the experiment's ratio, or what any run may have."""
+    """Builds the pruning method: a rival with the experiment's ratio, or a method that is not tied to experiments."""
     if config.method not in BASELINES:
         return build.build_method(config, model, optimizer, example_inputs)
     chosen, when, asked = experiment(config.experiment), config.prune_epoch, config.rival_ratio
@@ -64,12 +64,12 @@ def build_method(config: RunConfig, model: nn.Module, optimizer: Optimizer, exam
 
 
 def take_shape(model: nn.Module, folder: RunFolder) -> None:
-    """Gives a fresh network the shape of a finished run's, initialised anew from torch's random state.
+    """Gives a fresh network the shape of a finished run's network, and reinitialises it from torch's random state.
 
-    The input features that the run had kept are part of its shape.
+    The input features that the run kept are part of the shape.
     """
     modelfile.load(folder.model, into=model)
     for module in model.modules():
-        reset = getattr(module, "reset_parameters", None)  # of a batch norm its statistics too
+        reset = getattr(module, "reset_parameters", None)  # also resets the statistics of a batch norm
         if reset is not None:
             reset()

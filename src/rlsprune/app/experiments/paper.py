@@ -1,4 +1,4 @@
-"""The figures of the paper's tables 1 to 3, to stand beside ours."""
+"""The figures of the paper's tables 1 to 3, for comparison with ours."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class PaperColumn:
     weights: tuple[float, ...]
     """Percent retained, per layer behind the input, and in total."""
     accuracy: tuple[float, float]
-    """Unpruned, pruned."""
+    """Accuracy of the unpruned and the pruned network."""
     loss: tuple[float, float]
-    """Unpruned, pruned."""
+    """Loss of the unpruned and the pruned network."""
 
 
 _FULL_FNN = (100.0,) * 5

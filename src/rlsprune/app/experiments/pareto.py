@@ -1,4 +1,4 @@
-"""From a run's finished network to smaller and smaller ones: accuracy against size."""
+"""Shrinks the network of a finished run step by step and records accuracy against size."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings:
-    """How a run's network is shrunk; see `rlsprune.shrink`."""
+    """The settings with which a run's network is shrunk; see `rlsprune.shrink`."""
 
     max_drop: float | None
-    """In points of the run's score: of accuracy, or hundredths of R²."""
+    """The largest drop in points of the run's score: of accuracy, or hundredths of R²."""
     target: float | None
-    """The share of the parameters to end at."""
+    """The share of the parameters to keep."""
     ratio: float
     recovery_epochs: int
     lr: float
-    """η of the RLS that recovers."""
+    """η of RLS in the recovery."""
 
 
 def shrink_run(
@@ -52,30 +52,30 @@ def shrink_run(
     on_point: Callable[[Point], object] = lambda point: None,
     on_progress: Progress | None = None,
 ) -> Mapping[str, Any]:
-    """Shrinks a run's network, and writes the front, its picture and the chosen network, anew with each point.
+    """Shrinks a run's network, and rewrites the front, its picture and the chosen network with each point.
 
-    Of several processes every one has its part of the batches, and rank 0 writes.
+    Each of several processes takes its part of the batches, and rank 0 writes.
 
-    Every choice is made on examples held out of the training split here, though most runs have trained on them before;
-    those of the test split are only looked at.
+    Every choice is made on examples held out of the training split here, although most runs have trained on them
+    before. The test split is only measured.
 
     Args:
-        config: The run's; the device and the folder of the data may be others.
-        source: The finished run.
+        config: The run's configuration; the device and the data folder may differ from the run's.
+        source: The folder of the finished run.
         out: The folder for pareto.json, pareto.png and model.safetensors.
-        settings: How.
-        on_point: Told about each network on the way, by rank 0.
-        on_progress: As of `rlsprune.shrink`.
+        settings: The settings of shrinking.
+        on_point: Callback for each network on the way, on rank 0.
+        on_progress: Callback for progress, as in `rlsprune.shrink`.
 
     Returns:
-        What stands in pareto.json.
+        The contents of pareto.json.
 
     Raises:
-        ValueError: The folder holds a front already, or the data are not those of the run.
+        ValueError: The folder already holds a front, or the data are not those of the run.
         FloatingPointError: Recovery diverged.
     """
     if (out / "pareto.json").exists():
-        raise ValueError(f"{out} holds a front already: give another --out, or delete that folder")
+        raise ValueError(f"{out} already holds a front: give another --out, or delete that folder")
     share = Share(find_ranks())
     if leads():
         out.mkdir(parents=True, exist_ok=True)
@@ -138,11 +138,11 @@ def shrink_run(
 
 
 def _opened(config: RunConfig | FitConfig, source: RunFolder) -> tuple[Recipe, nn.Module]:
-    """A finished run's parts, with examples held out, and its network on the data as it was trained on them."""
+    """Builds the recipe of a finished run, with examples held out, and its network in the form in which it trained."""
     if isinstance(config, FitConfig):
         of_fit = replace(config, weights=str(source.model))
         if config.gate != "valid":
-            load_own_data(config)  # are they still those of the run?
+            load_own_data(config)  # raises unless they are still those of the run
             of_fit = replace(of_fit, gate="valid", classes=(), images=(0, 0))
         recipe = make_own_recipe(of_fit, load_own_data(of_fit))
         model = recipe.build_model()

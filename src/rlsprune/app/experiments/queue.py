@@ -1,4 +1,4 @@
-"""Which runs a comparison or a sweep consists of. Light to import: no torch."""
+"""The runs of a comparison or a sweep. Light to import: no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsprune.app.experiments.registry import BASELINES, METHODS
 __all__ = ["COMPARED", "PlannedRun", "comparison", "sweep", "twin_of"]
 
 COMPARED = tuple(method for method in METHODS if method != "none")
-"""What a comparison compares."""
+"""The methods of a comparison."""
 
 _FOR = {
     "ratio": ("rls", "rls-paper"),
@@ -21,12 +21,12 @@ _FOR = {
     **dict.fromkeys(("target", "target_of"), ("rls", *BASELINES)),
     **dict.fromkeys(("tolerance", "allocate"), ("rls",)),
 }
-"""Option → the methods that it is for."""
+"""The methods to which an option applies."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run and the folder that it goes to."""
+    """A run and its folder."""
 
     label: str
     """The method, the unpruned twin, or the sweep's ratio."""
@@ -35,11 +35,11 @@ class PlannedRun:
     after: Path | None = None
     """The folder of a run that has to be finished first."""
     twin: str | None = None
-    """The label of its unpruned twin; None if it is one itself."""
+    """The label of its unpruned twin; None if it is itself unpruned."""
 
 
 def twin_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
-    """The label of a run's unpruned twin, which is trained alike, and what `make_config` makes it of."""
+    """Returns the label of a run's unpruned twin, which is trained alike, and its options for `make_config`."""
     alike: dict[str, Any] = {"recipe": config.recipe, "optimizer": config.optimizer}
     if config.method == "net-slimming":
         label = "net-slimming-unpruned"
@@ -52,20 +52,20 @@ def twin_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
 
 
 def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Path, **options: Any) -> list[PlannedRun]:
-    """The runs of `methods` and of their unpruned twins, for every seed.
+    """Plans the runs of `methods` and of their unpruned twins, for every seed.
 
     Args:
         name: The experiment.
         methods: Some of `COMPARED`.
-        seeds: One run each.
+        seeds: The seeds; each makes one run per method.
         out: The folder that holds the runs' folders.
-        **options: As `make_config` takes them; those that are only for some methods go to these, and none of those to
-            the twins.
+        **options: Options of `make_config`. Those for only some methods are passed to these methods and not to the
+            twins.
     """
     methods = list(dict.fromkeys(methods))
     special = {option: options.pop(option, None) for option in _FOR}
     if "scratch" in methods and "rls" not in methods:
-        methods.insert(0, "rls")  # whose shape it takes
+        methods.insert(0, "rls")  # "scratch" takes its shape
     for option, value in special.items():
         if value is not None and not set(_FOR[option]) & set(methods):
             named = option.replace("_", "-")
@@ -87,7 +87,7 @@ def comparison(name: str, methods: Iterable[str], seeds: Sequence[int], out: Pat
 def sweep(
     name: str, method: str, ratios: Sequence[float], seeds: Sequence[int], out: Path, **options: Any
 ) -> list[PlannedRun]:
-    """The runs of one of our methods at several ratios ξ."""
+    """Plans the runs of one of our methods at several ratios ξ."""
     return [
         PlannedRun(label, make_config(name, method, seed=seed, ratio=ratio, **options), _folder(out, label, seed))
         for seed in seeds

@@ -27,19 +27,19 @@ def run(config: RunConfig, folder: RunFolder, observer: Observer | None = None) 
     """Trains and prunes as the config says; resumes from the folder's last checkpoint if there is one.
 
     Args:
-        config: The run.
-        folder: Where its files go.
-        observer: Who is told about it.
+        config: The run's configuration.
+        folder: The folder of its files.
+        observer: Observer of the run.
 
     Returns:
-        The summary, as in the folder's summary.json.
+        The summary that the folder's summary.json holds.
     """
-    # The data come before anything is written: a folder is not left behind for want of data.
+    # The data are loaded before anything is written, so that missing data leave no folder behind.
     return train_and_prune(make_recipe(config, load_data(config)), folder, observer)
 
 
 def load_data(config: RunConfig) -> Dataset:
-    """The experiment's data set in memory, on the run's device, cut and split as the config says."""
+    """Loads the experiment's data set into memory on the run's device, cut and split as the config says."""
     loaded = data.load(experiment(config.experiment).dataset, config.data_dir, config.verify)
     if config.test_on == "held-out":
         apart = loaded.hold_out(max(1, round(HELD_OUT_SHARE * len(loaded.train))), seed=1)
@@ -54,7 +54,7 @@ def load_data(config: RunConfig) -> Dataset:
 
 
 def make_recipe(config: RunConfig, loaded: Dataset) -> Recipe:
-    """The parts that a config asks for."""
+    """Builds the recipe that a config asks for."""
 
     def prepare(model: nn.Module) -> None:
         if config.shape_from is not None:

@@ -1,4 +1,4 @@
-"""The experiments by name: data, network, and how long to train. Light to import: no torch."""
+"""The experiments by name: data, network, and length of training. Light to import: no torch."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ __all__ = ["BASELINES", "EXPERIMENTS", "METHODS", "PRESETS", "ZEROING", "Experim
 
 BASELINES = ("l1-norm", "net-slimming", "soft-pruning", "weight-level", "depgraph", "random")
 ZEROING = ("soft-pruning", "weight-level")
-"""Those that set weights to zero and leave the FLOPs as they are."""
+"""The baselines that set weights to zero and leave the FLOPs as they are."""
 METHODS = ("rls", "rls-paper", *BASELINES, "scratch", "none")
 PRESETS = ("short", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """How much to train."""
+    """The amount of training."""
 
     epochs: int
     small_epochs: int | None = None
-    """Those of the recipe "ours": the epochs of `rls` are cheap once its network is small. None for as many."""
+    """Epochs of the recipe "ours", which are cheap once the network of `rls` is small. None for the same number."""
     warmup_epochs: int
     """q: epochs before the first prune."""
     small_warmup_epochs: int | None = None
-    """The value of the recipe "ours"; None for the same."""
+    """q of the recipe "ours"; None for the same."""
     train_images: int | None = None
-    """None for all."""
+    """Number of training images; None for all."""
     test_images: int | None = None
-    """None for all."""
+    """Number of test images; None for all."""
     batch_size: int = 128
     """M"""
     augmentation: str
-    """What augmenting means here, as `parse_augmentation` reads it: digits are not mirrored."""
+    """The augmentation as `parse_augmentation` reads it; digits are not mirrored."""
     augment: bool = False
-    """Whether the recipe "paper" has it too; "ours" always has."""
+    """Whether the recipe "paper" augments too; "ours" always does."""
 
     def length(self, ours: bool) -> tuple[int, int]:
-        """Epochs and q: those of the recipe "ours", or of "paper"."""
+        """Returns the epochs and q of the recipe "ours" or "paper"."""
         epochs, warmup = (self.small_epochs, self.small_warmup_epochs) if ours else (None, None)
         return self.epochs if epochs is None else epochs, self.warmup_epochs if warmup is None else warmup
 
@@ -59,11 +59,11 @@ class Experiment:
     table: int | None
     """The number of the paper's table."""
     structured_ratio: float
-    """What l1-norm, net slimming, DepGraph and random choice remove of each hidden layer."""
+    """The share of each hidden layer that l1-norm, net slimming, DepGraph and random choice remove."""
     weight_ratio: float
-    """What weight-level pruning zeroes out."""
+    """The share of the weights that weight-level pruning zeroes out."""
     soft_ratio: float
-    """What soft pruning zeroes out in every epoch."""
+    """The share of each layer's weights that soft pruning zeroes out in every epoch."""
     presets: Mapping[str, Preset]
     training: TrainingSettings
     """The settings of the recipe "ours"."""
@@ -71,30 +71,30 @@ class Experiment:
     """The settings of `rls`."""
     loss: str = "mse"
     rate: float = 1.0
-    """η of RLS: lower with batch norm."""
+    """η of RLS, lower with batch norm."""
 
     @property
     def convolutional(self) -> bool:
-        """Whether the network takes images as they are."""
+        """Returns whether the network takes images as they are."""
         return self.network != "fnn"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input, as the network takes it."""
+        """Returns the shape of one input of the network."""
         return (3, 32, 32) if self.convolutional else (784,)
 
     def build(self, batch_norm: bool = False) -> nn.Module:
-        """A fresh network, initialised from torch's random state."""
+        """Builds a fresh network, initialised from torch's random state."""
         from rlsprune.app.models import FNN, MiniVGG, ResNet
 
         if self.network == "resnet20":
-            return ResNet(20)  # which has its batch norms anyway
+            return ResNet(20)  # it always has batch norms
         return MiniVGG(batch_norm=batch_norm) if self.network == "mini-vgg" else FNN(batch_norm=batch_norm)
 
 
 def _short_convolutional(augmentation: str) -> Preset:
-    # In the few hundred steps that batches of 128 would make of so few images, momentum SGD does not even leave its
-    # first plateau, and there would be nothing to compare.
+    # With batches of 128, so few images make only a few hundred steps, in which momentum SGD does not leave its first
+    # plateau, so that there is nothing to compare.
     return Preset(
         epochs=10,
         small_epochs=24,  # about the time of ten epochs of the unpruned network
@@ -124,7 +124,7 @@ def _fnn(name: str, title: str, dataset: str, short: Preset) -> Experiment:
         weight_ratio=0.7,
         soft_ratio=0.3,
         presets={"short": short, "paper": _paper("crop1")},
-        # With a P that starts anew at a prune, and a small k, what is left learns as fast as at first.
+        # With a P that is reset at a prune, and a small k, the smaller network learns as fast as at first.
         training=replace(_TRAINING, mean_scale=0.01),
         pruning=replace(OURS, ratio=0.4, inverse="reset"),
     )
@@ -141,13 +141,13 @@ def _vgg(name: str, title: str, dataset: str, table: int, presets: Mapping[str, 
         weight_ratio=0.5,
         soft_ratio=0.3,
         presets=presets,
-        training=replace(_TRAINING, lr_decay=0.85),  # at η = 1 to the middle of a long run the loss would rise again
+        training=replace(_TRAINING, lr_decay=0.85),  # with η = 1 up to the middle of a long run the loss rises again
         pruning=replace(OURS, ratio=0.4, target=0.06, allocate=True),
     )
 
 
 _DIGITS = Preset(epochs=40, warmup_epochs=3, augmentation="crop1")
-# In 28 epochs, the first two of the whole network, `rls` takes about as long as in 20 of which the first four are.
+# 28 epochs of `rls`, the first two with the whole network, take about as long as 20 epochs with four such epochs.
 _MNIST = Preset(epochs=20, small_epochs=28, warmup_epochs=3, small_warmup_epochs=1, augmentation="crop1")
 _CIFAR10 = {"short": _short_convolutional("crop2+flip"), "paper": _paper("crop+flip", augment=True)}
 _SVHN = {"short": _short_convolutional("crop2"), "paper": _paper("crop")}
@@ -181,10 +181,10 @@ EXPERIMENTS = {
 
 
 def experiment(name: str) -> Experiment:
-    """Looks an experiment up.
+    """Looks up an experiment.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is no experiment of that name.
     """
     if name not in EXPERIMENTS:
         raise ValueError(f"there is no experiment {name!r}: choose one of {', '.join(EXPERIMENTS)}")

@@ -9,7 +9,7 @@ __all__ = ["aligned", "comparison_table"]
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> str:
-    """The paper's table, the paper's own figures, and what the paper leaves out."""
+    """Returns our figures in the form of the paper's table, the costs of all runs, and the paper's own figures."""
     seeds = comparison["seeds"]
     number = comparison["paper_table"]
     parts = [
@@ -29,7 +29,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first row is the head; numbers, in all columns but the first, to the right."""
+    """Formats a Markdown table whose first row is the head; all columns but the first are aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(_padded(row, widths)) + " |" for row in rows]
     rule = "|" + "|".join("-" * (width + 1) + ("-" if not column else ":") for column, width in enumerate(widths)) + "|"
@@ -58,7 +58,7 @@ def _layer_table(comparison: Mapping[str, Any]) -> str:
 
 
 def _full(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The layers of the unpruned network."""
+    """Returns the layers of the unpruned network."""
     layers: list[dict[str, Any]] = next(iter(comparison["unpruned"].values()))["layers"]
     return layers
 

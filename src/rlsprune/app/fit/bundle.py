@@ -1,4 +1,4 @@
-"""What goes beside a finished model to deploy it: an ONNX file that knows its inputs, one in 8 bits, and predict.py."""
+"""Files that deploy a finished model: an ONNX file that describes its inputs, one in 8 bits, and predict.py."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = ["DIGESTS", "INT8", "ONNX", "PREDICT", "is_written", "with_digests", "
 
 ONNX, INT8, PREDICT = "model.onnx", "model-int8.onnx", "predict.py"
 DIGESTS = "sha256"
-"""Where the summary has the digests of these files."""
-_CALIBRATION = 512  # examples that tell the ranges of the activations
+"""Key of the summary for the digests of these files."""
+_CALIBRATION = 512  # examples from which the ranges of the activations are taken
 
 
 def write_onnx(model: nn.Module, recipe: Recipe, data: Dataset, folder: Path) -> None:
     """Writes model.onnx, with the names and scales of inputs and outputs in its metadata, and predict.py.
 
     Args:
-        model: As it was saved: on inputs as the user has them.
-        recipe: The run's.
-        data: As they were read.
-        folder: Where the files go.
+        model: The saved model, which takes inputs as the user has them.
+        recipe: The run's recipe.
+        data: The data as they were read.
+        folder: The folder to write to.
     """
     export_onnx(model, recipe.example(2), folder / ONNX, metadata=_metadata(model, recipe, data))
     with storing(folder / PREDICT), replacing(folder / PREDICT) as path:
@@ -45,7 +45,7 @@ def write_onnx(model: nn.Module, recipe: Recipe, data: Dataset, folder: Path) ->
 
 
 def write_int8(recipe: Recipe, data: Dataset, folder: Path) -> dict[str, float]:
-    """Writes model-int8.onnx from model.onnx and gives its scores on the test split, by the names of the metrics."""
+    """Writes model-int8.onnx from model.onnx and returns its scores on the test split, by the names of the metrics."""
     as_read = replace(recipe, data=data)
     some = stratified_choice(data.train.labels, min(_CALIBRATION, len(data.train)), seed=0)
     batches = as_read.evaluation_batches(data.train.select(some))
@@ -58,18 +58,18 @@ def write_int8(recipe: Recipe, data: Dataset, folder: Path) -> dict[str, float]:
 
 
 def is_written(summary: Mapping[str, Any], folder: Path, *names: str) -> bool:
-    """Whether these files are there, and the summary knows them: what is written after them has been written, too."""
+    """Returns whether these files exist and the summary, which is written after them, has their digests."""
     known = summary.get(DIGESTS, {})
     return all(name in known and (folder / name).exists() for name in names)
 
 
 def with_digests(summary: Mapping[str, Any], folder: Path, *names: str) -> dict[str, Any]:
-    """The summary with the digests of these files; `rlsprune check` compares them."""
+    """Adds the digests of these files to the summary; `rlsprune check` compares them."""
     return {**summary, DIGESTS: {**summary.get(DIGESTS, {}), **{name: file_digest(folder / name) for name in names}}}
 
 
 def _metadata(model: nn.Module, recipe: Recipe, data: Dataset) -> dict[str, str]:
-    """Everything that a stranger needs to call the network; lists are JSON. predict.py reads it."""
+    """Returns everything that a program needs to call the network, lists as JSON; predict.py reads it."""
     features = math.prod(data.shape)
     kept = next(iter(kept_features(model).values()), list(range(features)))
     return {

@@ -1,4 +1,4 @@
-"""The run of a user's own network, and what it delivers."""
+"""The run of a user's own network, and the files that it delivers."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def fit(
     observer: Observer | None = None,
     baseline_observer: Callable[[], Observer] = Observer,
 ) -> dict[str, Any]:
-    """Trains and prunes as the config says, or resumes the run, and writes the model and what deploys it.
+    """Trains and prunes as the config says, or resumes the run, and writes the model and the files that deploy it.
 
     The ONNX file is left out where its packages are not installed (`missing_onnx_packages`).
 
     Args:
-        config: The run.
-        folder: Where its files go.
-        observer: Who is told about it.
-        baseline_observer: Makes the one who is told about the unpruned network, if the config asks for that too.
+        config: The run's configuration.
+        folder: The folder of its files.
+        observer: Observer of the run.
+        baseline_observer: Function that makes the observer of the unpruned network, if the config asks for one.
 
     Returns:
-        The summary, as in the folder's summary.json.
+        The summary that the folder's summary.json holds.
 
     Raises:
         ValueError: Model, data and weights do not fit each other. Nothing has been written then.
@@ -101,15 +101,15 @@ def fit(
 
 
 def missing_onnx_packages() -> list[str]:
-    """What an ONNX file would need and is not installed."""
+    """Returns the packages that writing an ONNX file needs and that are not installed."""
     return [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def load_own_data(config: FitConfig) -> Dataset:
-    """The data in memory, on the run's device, with images held out if the gate wants them.
+    """Reads the data into memory on the run's device, and holds examples out if the run needs them.
 
     Raises:
-        DataError: They are missing, damaged, or not those with which the run was started.
+        DataError: The data are missing, damaged, or not those with which the run was started.
     """
     path = Path(config.data)
     if names_function(config.data):
@@ -118,7 +118,7 @@ def load_own_data(config: FitConfig) -> Dataset:
         loaded = read_table(path, config.label, config.drop_columns, config.task, config.seed)
     elif config.label or config.drop_columns:
         raise ValueError(
-            f"--label and --drop-columns are for tables of named columns, and {path} is none: leave them out"
+            f"--label and --drop-columns are for tables of named columns, and {path} is not one: leave them out"
         )
     elif path.is_dir():
         loaded = read_image_folder(path, config.image_size, cast(Channels | None, config.channels), config.seed)
@@ -128,7 +128,7 @@ def load_own_data(config: FitConfig) -> Dataset:
         problem = "it is neither a folder of images nor a table" if path.exists() else "there is no such file"
         raise DataError(path, problem, "Give a folder of images, a .csv, .parquet or .npz file as --data")
     if config.task not in (None, loaded.task):
-        raise ValueError(f"--task {config.task}: {path} is of images of classes; leave --task out")
+        raise ValueError(f"--task {config.task}: {path} holds images of classes; leave --task out")
     if config.augment is not None and len(loaded.shape) != 3:
         raise ValueError(f"--augment is for images (N, C, H, W): {path} has entries of shape {loaded.shape}")
     if config.gate == "valid" and len(loaded.train) < 2:
@@ -151,10 +151,10 @@ def _counts(loaded: Dataset) -> tuple[int, int]:
 
 
 def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
-    """The parts that a config asks for; the model has been checked against the data.
+    """Builds the recipe that a config asks for, and checks the model against the data.
 
     Raises:
-        ValueError: They do not fit.
+        ValueError: Model, data and weights do not fit each other.
     """
     builder = find_builder(config.model, config.import_from)
 
@@ -215,7 +215,7 @@ def make_own_recipe(config: FitConfig, loaded: Dataset) -> Recipe:
         recipe = limited(config, recipe)
     if config.weights is None:
         return recipe
-    prepare(model)  # also: weights that do not fit are found before anything is written
+    prepare(model)  # also finds weights that do not fit before anything is written
     given = scoring(model, recipe.evaluation_batches(recipe.data.test), loss).scores
     return replace(recipe, title={**recipe.title, **{f"given_{name}": score for name, score in given.items()}})
 

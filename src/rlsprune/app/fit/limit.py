@@ -1,6 +1,6 @@
-"""`fit --max-drop`: a network is trained unpruned, or given, and then made as small as a limit on its score lets it be.
+"""`fit --max-drop`: trains a network unpruned, or takes a given one, and shrinks it as far as its score allows.
 
-A method like any other to a run: it prunes once, when the last epoch is over.
+To a run this is a method like any other, which prunes once, after the last epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["ShrinkAtTheEnd", "limited"]
 
 @dataclass(frozen=True)
 class _Limit:
-    """Makes a network as small as the run's limit lets it be, by its score on held-out examples."""
+    """Shrinks a network as far as the run's limit allows, by its score on held-out examples."""
 
     config: FitConfig
     recipe: Recipe
@@ -57,18 +57,18 @@ class _Limit:
             optimizer=lambda model: build_optimizer(config, model, rate),
             ratio=config.pruning.ratio,
             recovery_epochs=config.recovery_epochs,
-            on_progress=lambda stage, done, total: None,  # the run's own display is there
+            on_progress=lambda stage, done, total: None,  # the run has its own display
         )
 
 
 class ShrinkAtTheEnd(NoPruning):
-    """Trains unpruned; what is kept at the end is made smaller.
+    """Trains unpruned and shrinks the network that is kept at the end.
 
     Args:
         model: The network.
-        optimizer: Of its parameters.
+        optimizer: The optimizer of its parameters.
         example_inputs: A batch of its input.
-        make_smaller: Changes a network in place.
+        make_smaller: Function that shrinks a network in place.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class ShrinkAtTheEnd(NoPruning):
         self._average: nn.Module | None = None
 
     def follow(self, copy: nn.Module) -> None:
-        """The average of the weights is what is kept, so it is what is shrunk."""
+        """Shrinks the average of the weights at the end, because it is the network that is kept."""
         self._average = copy
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
-        """Waits for the last."""
+        """Notes the epoch; pruning waits for `finish`."""
         self._epoch = epoch
         return None
 
@@ -98,7 +98,7 @@ class ShrinkAtTheEnd(NoPruning):
             return None
         if self._average is not None:
             _copy_shape(self.model, self._average)
-        self._optimizer.state.clear()  # of tensors of other shapes
+        self._optimizer.state.clear()  # it belongs to tensors of other shapes
         return PruneEvent.between(before, after, self._epoch, None, "prune", {})
 
     def _measures(self) -> Measures:
@@ -107,7 +107,7 @@ class ShrinkAtTheEnd(NoPruning):
 
 
 def limited(config: FitConfig, recipe: Recipe) -> Recipe:
-    """The recipe of a run with a limit on the drop of the score."""
+    """Makes the recipe of a run with a limit on the drop of the score."""
     metric, data = recipe.scoring.metric, recipe.data
     assert data.valid is not None
     assert config.max_drop is not None

@@ -29,14 +29,14 @@ _SAID = {"classification": "classes", "regression": "targets", "multi-label": "l
 
 
 def find_builder(spec: str, import_from: str) -> Builder:
-    """The function that builds the network.
+    """Finds the function that builds the network.
 
     Args:
         spec: `module:function`, or `path/to/file.py:function`; the function takes no arguments.
         import_from: The folder in which modules are looked for first.
 
     Raises:
-        ValueError: There is no such module or function. What the module itself raises comes as it is.
+        ValueError: There is no such module or function. Errors of the module itself are passed on unchanged.
     """
     function = find_function(spec, import_from)
 
@@ -50,7 +50,7 @@ def find_builder(spec: str, import_from: str) -> Builder:
 
 
 def find_function(spec: str, import_from: str) -> Callable[[], Any]:
-    """A function of the user's that takes no arguments; as of `find_builder`."""
+    """Finds a function of the user's that takes no arguments; see `find_builder`."""
     name, colon, attribute = spec.rpartition(":")
     if not colon or not name or not attribute:
         raise ValueError(f"{spec!r} does not name a function: give module:function, for example my_module:build_model")
@@ -81,7 +81,7 @@ def _import(name: str, import_from: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # one that the user's module imports
+            raise  # a module that the user's module imports is missing
         raise ValueError(
             f"there is no module {name!r} in {import_from} or among the installed ones: run the command in its folder, "
             f"or give the file, as in path/to/{name.replace('.', '/')}.py:build_model"
@@ -95,7 +95,7 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # as an import would: classes can then be found by their module
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # what lies beside it can be imported
+        sys.path.insert(0, str(path.parent))  # files beside it can be imported
     spec.loader.exec_module(module)
     return module
 
@@ -111,10 +111,10 @@ def _candidates(module: ModuleType) -> str:
 
 @torch.no_grad()
 def find_layout(model: nn.Module, data: Dataset, name: str) -> Layout:
-    """How the network takes the data: in their own shape, or flat.
+    """Finds how the network takes the data: in their own shape, or flat.
 
     Raises:
-        ValueError: It takes neither, or does not put out a value per class.
+        ValueError: The network takes neither, or does not return a value per class.
     """
     inputs = torch.zeros(2, *data.shape, device=data.train.images.device)
     was_training = model.training
@@ -140,7 +140,7 @@ def find_layout(model: nn.Module, data: Dataset, name: str) -> Layout:
 def _outputs(model: nn.Module, inputs: Tensor, data: Dataset, name: str) -> tuple[Any, Layout]:
     try:
         return model(inputs), "plain"
-    except Exception as error:  # whatever a network raises on inputs that are not for it
+    except Exception as error:  # a network may raise any error for inputs of another shape
         if inputs.ndim > 2:
             try:
                 return model(inputs.flatten(1)), "flat"
@@ -156,10 +156,10 @@ def _outputs(model: nn.Module, inputs: Tensor, data: Dataset, name: str) -> tupl
 def load_weights(model: nn.Module, path: Path) -> None:
     """Fills the network from a .safetensors file or from a .pt file of tensors; nothing in it is executed.
 
-    A file of `rlsprune.save` may be of a pruned network: the model takes its shape.
+    A file of `rlsprune.save` may hold a pruned network; the model then takes its shape.
 
     Raises:
-        FileError: It is missing, damaged, or not of this model.
+        FileError: The file is missing, damaged, or not of this model.
     """
     if not path.is_file():
         raise FileError(path, "there is no such file", "give a .safetensors or .pt file with the model's weights")
@@ -172,11 +172,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 class _Outline(NamedTuple):
-    """What a file says about a tensor."""
+    """The description of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None if it is none that weights have."""
+    """The data type; None for a type that weights never have."""
     dense: bool = True
 
 
@@ -184,7 +184,7 @@ def _check_fit(path: Path, tensors: Mapping[str, _Outline], own: Mapping[str, Te
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or unexpected:
         parts = [f"lacks {quoted(missing)}"] if missing else []
-        parts += [f"has {quoted(unexpected)}, which the model has not"] if unexpected else []
+        parts += [f"has {quoted(unexpected)}, which the model lacks"] if unexpected else []
         raise FileError(path, " and ".join(parts), "give the weights of this very model")
     for name, tensor in tensors.items():
         if tensor.shape != tuple(own[name].shape):
@@ -200,12 +200,12 @@ def _check_fit(path: Path, tensors: Mapping[str, _Outline], own: Mapping[str, Te
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Which types are cast to each other: floating ones, and whole numbers."""
+    """Returns the group of types within which values are cast: floating-point types, or whole numbers."""
     return "floating" if dtype.is_floating_point else str(dtype) if dtype == torch.bool or dtype.is_complex else "whole"
 
 
 def _read_safetensors(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The tensors of a file that another program wrote, looked at before they are read; None for one of ours."""
+    """Reads the tensors of a file that another program wrote, after a check of their shapes; None for our own files."""
     dtypes = {name: dtype for dtype, name in tensorfile.DTYPES.items()}
     with tensorfile.opened(path, "get the file again") as file:
         if "rlsprune" in (file.metadata() or {}):
@@ -216,18 +216,18 @@ def _read_safetensors(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor
             {name: _Outline(tuple(e.get_shape()), dtypes.get(e.get_dtype())) for name, e in entries.items()},
             own,
         )
-        with uninterrupted():  # safetensors takes Ctrl-C for damage
+        with uninterrupted():  # safetensors mistakes Ctrl-C for damage
             return {name: file.get_tensor(name).clone() for name in entries}
 
 
 def _read_pickle(path: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a .pt file, which are looked at without their data first: a few bytes can claim terabytes."""
+    """Reads the tensors of a .pt file, after a look at their shapes without data: a few bytes can claim terabytes."""
     remedy = "save it with torch.save(model.state_dict(), path), or as safetensors"
     try:
         with zipfile.ZipFile(path) as archive:
             packed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
             total = sum(member.file_size for member in archive.infolist())
-    except Exception as error:  # zipfile raises nearly every type there is, and so does torch
+    except Exception as error:  # zipfile and torch raise nearly every type of error
         raise _unreadable(path, error, remedy) from error
     if packed or total > path.stat().st_size:
         raise FileError(path, "it is not as torch.save writes it: its parts are packed or overlap", remedy)

@@ -1,6 +1,6 @@
 """Predicts with the ONNX model beside this file. Needs only onnxruntime, and Pillow for images.
 
-On the command line: ``python predict.py photo.jpg …``, or ``python predict.py rows.csv``. In Python:
+On the command line, run ``python predict.py photo.jpg …`` or ``python predict.py rows.csv``. In Python:
 
     from predict import Model
     model = Model()  # or Model("model-int8.onnx")
@@ -21,13 +21,13 @@ import onnxruntime  # type: ignore[import-untyped]
 
 
 class Model:
-    """A network and what its file says about inputs and outputs.
+    """A network and its file's description of inputs and outputs.
 
     Args:
-        path: The ONNX file; the name of one beside this file will do. None for model.onnx beside this file.
+        path: The ONNX file, or the name of one beside this file. None for model.onnx beside this file.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no such file.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -39,33 +39,33 @@ class Model:
         self.task: str = told["task"]
         """classification, regression or multi-label."""
         self.loss: str = told["loss"]
-        """What it was trained with; outputs of classes trained with mse are no logarithms of probabilities."""
+        """The loss of training. Outputs for classes are logarithms of probabilities unless it is mse."""
         self.classes: list[str] = json.loads(told["classes"])
         """The names of the classes, labels or numbers that it predicts."""
         self.columns: list[str] = json.loads(told["columns"])
         """The names of the columns that the model takes, in their order; empty if they have none."""
         self.read: list[int] = json.loads(told["inputs_read"])
-        """Which features it still reads. The others may have any value, or be missing in a row of names."""
+        """The features that it still reads. The others may have any value, or be missing in a row of names."""
         self.shape: list[int] = json.loads(told["input_shape"])
-        """Of one input."""
+        """The shape of one input."""
         self.divide_by = float(told["divide_by"])
-        """What numbers are divided by before they go in: 255 for the bytes of an image."""
+        """The divisor of the numbers before they go in: 255 for the bytes of an image."""
 
     def predict(self, inputs: Any) -> list[dict[str, Any]]:
-        """What the model says, for each input.
+        """Predicts for each input.
 
         Args:
-            inputs: A list of files of images; a CSV or TSV file with a line of names; a list of rows, {column: value};
-                or an array of inputs, first number the count, as the training data were (images as bytes).
+            inputs: A list of image files; a CSV or TSV file with a line of names; a list of rows, {column: value};
+                or an array (count, ...) of inputs like the training data (images as bytes).
 
         Returns:
-            Of each: `label` and `probability`, which a model trained with mse has none of; or `labels` and
-            `probabilities`; or a number by its name.
+            For each input: `label` and `probability` (only `label` after training with mse); or `labels` and
+            `probabilities`; or numbers by their names.
         """
         return [self._named(row) for row in self.outputs(self._array(inputs))]
 
     def outputs(self, array: Any) -> Any:
-        """The network's raw outputs, (count, outputs)."""
+        """Returns the network's raw outputs, (count, outputs)."""
         node = self.session.get_inputs()[0]
         values = (np.asarray(array, np.float32) / np.float32(self.divide_by)).astype(np.float32)
         outputs = self.session.run(None, {node.name: values.reshape(len(values), *node.shape[1:])})[0]
@@ -84,7 +84,7 @@ class Model:
         return array
 
     def _pixels(self, file: Path) -> Any:
-        """An image as the training images were read: upright, its middle scaled to the model's size."""
+        """Reads an image as the training images were read: upright, its middle scaled to the model's size."""
         from PIL import Image, ImageOps
 
         if len(self.shape) != 3 or self.shape[0] not in (1, 3):
@@ -92,14 +92,14 @@ class Model:
         channels, height, width = self.shape
         with Image.open(file) as image:
             upright = ImageOps.exif_transpose(image)
-            if upright.mode == "I;16":  # which Pillow would clip at 255
+            if upright.mode == "I;16":  # Pillow would clip it at 255
                 upright = upright.point(lambda value: value / 256).convert("L")
             upright = upright.convert("L" if channels == 1 else "RGB")
             pixels = np.asarray(ImageOps.fit(upright, (width, height)), np.uint8)
         return pixels.reshape(height, width, channels).transpose(2, 0, 1)
 
     def _features(self, row: Mapping[str, Any], number: int) -> Any:
-        """A row by its names; columns that are not read may be missing."""
+        """Returns the values of a row by its names; columns that the model does not read may be missing."""
         if not self.columns:
             raise ValueError("the columns of this model have no names: give an array, as the training data were")
         values = np.zeros(len(self.columns), np.float32)
@@ -144,7 +144,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _number(cell: Any) -> Any:
-    """A cell as training reads it: True and False are 1 and 0."""
+    """Reads a cell as training does: True and False are 1 and 0."""
     value = {"true": 1, "false": 0}.get(cell.strip().lower(), cell) if isinstance(cell, str) else cell
     with np.errstate(over="ignore"):
         number = np.float32(float(value))

@@ -1,6 +1,6 @@
-"""Columns of a table scaled for training, and the scaling moved into the weights of the delivered model.
+"""Scaling of a table's columns for training, which then moves into the weights of the delivered model.
 
-So the network is trained on scaled columns, and its file and ONNX graph take them as the user has them.
+The network trains on scaled columns; its file and ONNX graph take the columns as the user has them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _COMPARED = 64  # rows on which both forms of a network must agree
 
 @dataclass(frozen=True, eq=False)
 class Standardisation:
-    """How the columns of a table are scaled, and the layers that read them."""
+    """The scaling of a table's columns, and the layers that read them."""
 
     scaling: Scaling
     readers: tuple[str, ...]
     """The names of the layers."""
 
     def scaled(self, data: Dataset) -> Dataset:
-        """The same data with scaled columns."""
+        """Returns the same data with scaled columns."""
         return data.each(lambda split: replace(split, images=self.scaling.scaled(split.images)))
 
     def for_unscaled(self, model: nn.Module) -> nn.Module:
-        """A copy of a network of scaled columns that takes unscaled ones; it has no training hooks."""
+        """Copies a network of scaled columns into one of unscaled columns, without training hooks."""
         made = bare_copy(model)
         for layer in self._readers(made):
             self.scaling.add_to_reader(layer)
         return made
 
     def take_out(self, model: nn.Module) -> None:
-        """Makes a network of unscaled columns take scaled ones, in place; it computes what it did."""
+        """Makes a network of unscaled columns take scaled ones, in place; its outputs stay the same."""
         for layer in self._readers(model):
             self.scaling.take_from_reader(layer)
 
@@ -51,12 +51,12 @@ class Standardisation:
 
 
 def find_standardisation(model: nn.Module, data: Dataset) -> Standardisation | None:
-    """How to scale the columns of a table for a network; None where it has no layer that could take the scaling over.
+    """Finds how to scale the columns of a table for a network; None where no layer can take the scaling over.
 
     Args:
-        model: At full size. All that reads its input must be `nn.Linear` layers. Where one has no bias, columns are
-            divided by their root mean square and not centred.
-        data: Floating-point rows (N, columns); of anything else nothing is scaled.
+        model: The network at full size. Only `nn.Linear` layers may read its input. If one of them has no bias, columns
+            are divided by their root mean square and not centred.
+        data: Floating-point rows (N, columns); other data are not scaled.
     """
     rows = data.train.images
     if not rows.is_floating_point() or rows.ndim != 2:
@@ -70,7 +70,7 @@ def find_standardisation(model: nn.Module, data: Dataset) -> Standardisation | N
 
 
 def _readers_of(model: nn.Module, rows: Tensor) -> dict[str, nn.Module]:
-    """The innermost modules that are called with the network's input itself."""
+    """Finds the innermost modules that are called with the network's input itself."""
     readers: dict[str, nn.Module] = {}
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -95,7 +95,7 @@ def _readers_of(model: nn.Module, rows: Tensor) -> dict[str, nn.Module]:
 
 
 def _agrees(found: Standardisation, model: nn.Module, rows: Tensor) -> bool:
-    """Whether scaled columns and the scaling taken out give the same outputs: something else may read the input too."""
+    """Returns whether the adapted network gives the same outputs on scaled rows; something else may read the input."""
     scaled = copy.deepcopy(model)
     found.take_out(scaled)
     with evaluating(model, scaled):

@@ -1,6 +1,6 @@
-"""Targets of a regression scaled for training, and the scaling moved into the last layer of the delivered model.
+"""Scaling of a regression's targets for training, which then moves into the last layer of the delivered model.
 
-So the network learns (y − μ) / σ, and its file and ONNX graph give y as the user has it.
+The network learns (y − μ) / σ; its file and ONNX graph return y as the user has it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _COMPARED = 64  # inputs on which both forms of a network must agree
 
 @dataclass(frozen=True, eq=False)
 class TargetScale:
-    """How the targets are scaled, and the layer that gives them."""
+    """The scaling of the targets, and the layer that computes them."""
 
     scaling: Scaling
     last: str
     """The name of the layer."""
 
     def scaled(self, data: Dataset) -> Dataset:
-        """The same data with scaled targets."""
+        """Returns the same data with scaled targets."""
         return data.each(lambda split: replace(split, labels=self.scaling.scaled(split.labels)))
 
     def for_unscaled(self, model: nn.Module) -> nn.Module:
-        """A copy of a network of scaled targets that gives unscaled ones; it has no training hooks."""
+        """Copies a network of scaled targets into one of unscaled targets, without training hooks."""
         made = bare_copy(model)
         self.scaling.add_to_writer(_linear(made, self.last))
         return made
 
     def take_out(self, model: nn.Module) -> None:
-        """Makes a network of unscaled targets give scaled ones, in place."""
+        """Makes a network of unscaled targets return scaled ones, in place."""
         self.scaling.take_from_writer(_linear(model, self.last))
 
 
 def find_target_scale(model: nn.Module, data: Dataset) -> TargetScale | None:
-    """How to scale the targets for a network; None unless its outputs are those of a `nn.Linear` layer with a bias."""
+    """Finds how to scale the targets; None unless the outputs are those of a `nn.Linear` layer with a bias."""
     if data.task != "regression":
         return None
     last = _last_layer(model, data)
@@ -55,10 +55,10 @@ def find_target_scale(model: nn.Module, data: Dataset) -> TargetScale | None:
 
 
 def _is_said_by(last: str, model: nn.Module, data: Dataset) -> bool:
-    """Whether a layer's scaling is that of the outputs: an operation in place may follow it, such as a ReLU."""
+    """Returns whether scaling the layer scales the outputs; an in-place operation such as a ReLU may follow it."""
     some = torch.rand(_COMPARED, *data.shape, generator=torch.Generator().manual_seed(0))
     inputs = some.to(data.train.images.device)
-    away = torch.full((_linear(model, last).out_features,), -10.0, dtype=torch.float64)  # turned round: clipping shows
+    away = torch.full((_linear(model, last).out_features,), -10.0, dtype=torch.float64)  # a sign change shows clipping
     other = TargetScale(Scaling(away, away), last).for_unscaled(model)
     with evaluating(model, other):
         wanted, got = -10 * _outputs(model, inputs) - 10, _outputs(other, inputs)
@@ -74,7 +74,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _last_layer(model: nn.Module, data: Dataset) -> str | None:
-    """The layer whose output is that of the network, but for its shape, and nothing else's."""
+    """Finds the one layer, called once, whose output is the network's up to its shape."""
     seen: list[tuple[str, Tensor]] = []
 
     def look(name: str, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a user's data ask of a network: the task, its loss and its scores, and how much each class weighs."""
+"""The loss of a user's task, the weights of its classes, and a check that its scores can be computed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NEED_EVERY_CLASS = ("auc", "average-precision")
 
 
 def find_loss(config: FitConfig, data: Dataset) -> tuple[str, Loss]:
-    """The loss that is asked for or usual, by name, with the weights of the classes in it.
+    """Returns the name of the requested or usual loss, and the loss itself with its class weights.
 
     Raises:
-        ValueError: It is not of the task.
+        ValueError: The loss is not for this task.
     """
     usual = LOSSES_OF[data.task]
     name = config.loss or usual[0]
@@ -37,17 +37,17 @@ def find_loss(config: FitConfig, data: Dataset) -> tuple[str, Loss]:
 
 
 def class_weights(asked: str, data: Dataset) -> Tensor:
-    """How much an example of each class counts; the examples of the training split count 1 on average.
+    """Computes the weight of an example of each class; the examples of the training split weigh 1 on average.
 
-    Of several labels at once: how much one that is there counts beside one that is not.
+    For several labels at once, it is the weight of a label that is present relative to one that is absent.
 
     Args:
-        asked: ``"balanced"`` (every class counts alike, however rare), or numbers in the order of the classes, or names
-            of classes with numbers, as in ``"cat=2,dog=1"``.
-        data: With the classes.
+        asked: ``"balanced"`` (every class weighs the same, however rare), or numbers in the order of the classes, or
+            names of classes with numbers, as in ``"cat=2,dog=1"``.
+        data: Data with the classes.
 
     Raises:
-        ValueError: A class is unknown, or has no weight, or one that is no positive number.
+        ValueError: A class is unknown or has no weight, or a weight is not a positive number.
     """
     if data.task == "regression":
         raise ValueError("--class-weights weighs classes, and the targets are numbers: leave it out")
@@ -71,13 +71,13 @@ def _parsed(asked: str, classes: tuple[str, ...]) -> Tensor:
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < float("inf") for number in numbers):
-        raise ValueError(f"--class-weights {asked} holds something that is no number above 0: give {expected}")
+        raise ValueError(f"--class-weights {asked} holds something other than numbers above 0: give {expected}")
     in_order = dict(zip(names or classes, numbers, strict=True))
     return torch.tensor([in_order[name] for name in classes])
 
 
 def check_scorable(metrics: tuple[Metric, ...], data: Dataset, split: Split, what: str) -> None:
-    """Raises DataError unless a split has what its scores are made of."""
+    """Raises DataError if a score needs both examples and non-examples of every class and the split lacks them."""
     asked = next((metric for metric in metrics if metric.name in _NEED_EVERY_CLASS), None)
     if asked is None:
         return
@@ -90,6 +90,6 @@ def check_scorable(metrics: tuple[Metric, ...], data: Dataset, split: Split, wha
     if missing:
         raise DataError(
             data.name,
-            f"{what} have no example of {quoted(missing)}, or nothing else, and {asked.label} needs both",
+            f"{what} have no example of {quoted(missing)}, or no other example, and {asked.label} needs both",
             "Give more of them, or choose another --metric",
         )

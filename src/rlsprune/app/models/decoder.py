@@ -12,7 +12,7 @@ CONTEXT = 2048
 
 
 class _Attention(nn.Module):
-    """Queries share keys and values in groups."""
+    """Attention in which groups of queries share keys and values."""
 
     def __init__(self, width: int, heads: int, shared: int) -> None:
         super().__init__()
@@ -58,5 +58,5 @@ class _Decoder(nn.Module):
 
 
 def decoder_8b() -> nn.Module:
-    """32 blocks of width 4,096; rotary embeddings, which have no weights, are left out."""
+    """Builds 32 blocks of width 4,096; rotary embeddings, which have no weights, are left out."""
     return _Decoder(vocabulary=128_256, width=4096, depth=32, heads=32, shared=8, inner=14_336)

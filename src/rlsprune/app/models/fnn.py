@@ -18,7 +18,7 @@ class FNN(nn.Sequential):
 
     Args:
         sizes: Nodes per layer, from the inputs to the outputs.
-        batch_norm: A batch normalisation after each hidden layer, as net slimming needs.
+        batch_norm: Whether a batch norm follows each hidden layer, as net slimming needs.
 
     Examples:
         >>> [name for name, _ in FNN().named_children()]

@@ -1,4 +1,4 @@
-"""Well-known networks at ImageNet size, for planning: layers and sizes are theirs, weights are not trained."""
+"""Well-known networks at ImageNet size, for planning, with their layers and sizes and untrained weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CLASSES = 1000
 
 
 def vgg16() -> nn.Sequential:
-    """VGG-16 for 3×224×224 images (Simonyan and Zisserman, 2015)."""
+    """Builds VGG-16 for 3×224×224 images (Simonyan and Zisserman, 2015)."""
     layers: list[nn.Module] = []
     inputs = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -46,7 +46,7 @@ def _normed(inputs: int, outputs: int, kernel: int, stride: int) -> tuple[nn.Mod
 
 
 def resnet50() -> nn.Sequential:
-    """ResNet-50 for 3×224×224 images (He et al., 2016), with the stride in the 3×3 convolutions."""
+    """Builds ResNet-50 for 3×224×224 images (He et al., 2016), with the stride in the 3×3 convolutions."""
     layers: list[nn.Module] = [*_normed(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
     for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -88,5 +88,5 @@ class _VisionTransformer(nn.Module):
 
 
 def vit_large() -> nn.Module:
-    """ViT-L/16 for 3×224×224 images (Dosovitskiy et al., 2021)."""
+    """Builds ViT-L/16 for 3×224×224 images (Dosovitskiy et al., 2021)."""
     return _VisionTransformer(width=1024, depth=24, heads=16, patch=16, size=224)

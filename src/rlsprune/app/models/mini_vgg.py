@@ -17,14 +17,14 @@ _PLAN = (64, 64, _POOL, 128, 128, _POOL, 256, _POOL)
 class MiniVGG(nn.Sequential):
     """Convolutions 64, 64, pool, 128, 128, pool, 256, pool, then fully-connected 1024 and the classes.
 
-    All convolutions are 3×3 with stride 1 and padding 1; ReLU after every hidden layer. The layers are called ``conv1``
-    … ``conv5``, ``fc1`` and ``fc2``, as in the paper's tables.
+    All convolutions are 3×3 with stride 1 and padding 1. A ReLU follows every hidden layer. The layers are called
+    ``conv1`` … ``conv5``, ``fc1`` and ``fc2``, as in the paper's tables.
 
     Args:
-        classes: Outputs.
-        batch_norm: A batch normalisation after each hidden layer, as net slimming needs.
+        classes: Number of outputs.
+        batch_norm: Whether a batch norm follows each hidden layer, as net slimming needs.
         image_size: Height and width of the images, a multiple of 8.
-        channels: Colours of the images.
+        channels: Number of colour channels of the images.
     """
 
     def __init__(self, classes: int = 10, batch_norm: bool = False, image_size: int = 32, channels: int = 3) -> None:

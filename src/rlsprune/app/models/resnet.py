@@ -11,13 +11,13 @@ class ResNet(nn.Sequential):
     """ResNet-20, -32, … -110 of He et al. (2016): three stages of 16, 32 and 64 channels, shortcuts by projection.
 
     Args:
-        depth: 6·n + 2, with n blocks of two convolutions in each stage.
-        classes: Outputs.
+        depth: Number of layers, 6·n + 2 for n blocks of two convolutions in each stage.
+        classes: Number of outputs.
     """
 
     def __init__(self, depth: int = 20, classes: int = 10) -> None:
         if depth < 8 or depth % 6 != 2:
-            raise ValueError(f"depth={depth} is not valid: three stages of n blocks make 6·n + 2 layers, 20 or 56 say")
+            raise ValueError(f"depth={depth} is not valid: three stages of n blocks make 6·n + 2 layers, as 20 or 56")
         layers: list[nn.Module] = [*_normed(3, 16), nn.ReLU()]
         inputs = 16
         for width in (16, 32, 64):
@@ -37,7 +37,7 @@ class _Block(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(inputs, outputs, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block."""
+        """Computes the block's output."""
         return nn.functional.relu(self.body(x) + self.shortcut(x))
 
 

@@ -15,7 +15,7 @@ from rlsprune.io.atomic import FileError
 
 __all__ = ["Inputs", "Slice", "draw_inputs", "draw_network", "ranges"]
 
-_HAIR = 1.5  # thousandths: what is narrower is drawn so wide, to be seen
+_HAIR = 1.5  # thousandths: the least width that is drawn, so that every layer is visible
 _MOST_PIXELS = 2**18
 _MOST_DIMENSIONS = 8
 _GONE: Pixel = (214, 69, 65)
@@ -29,13 +29,14 @@ class Slice:
     before: float
     after: float
     before_next: float | None
-    """The size after of the layer below, which edges lead to; None for the last."""
+    """The half width before pruning of the layer below, to which edges lead; None for the last layer."""
     after_next: float | None
+    """The half width after pruning of that layer."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Which inputs are read."""
+    """The inputs that a network reads."""
 
     kept: int
     total: int
@@ -44,26 +45,27 @@ class Inputs:
     width: int
     height: int
     listed: str
-    """Their indices."""
+    """The indices of the inputs that are read, in words."""
     read: tuple[str, ...]
-    """The names of those that are read, and of the others; empty where the inputs have none."""
+    """The names of the inputs that are read; empty if the inputs have no names."""
     left_out: tuple[str, ...]
+    """The names of the other inputs."""
 
 
 def draw_network(layers: Sequence[ReportedLayer], unit: str = "channels") -> list[Slice]:
-    """The layers from the input down, widths to scale; what is counted are their "channels" or their "nodes"."""
+    """Draws the layers from the input down with widths to scale, by their "channels" or their "nodes"."""
     sizes = [getattr(layer, unit) for layer in layers]
     full = [getattr(layer, f"full_{unit}") or size for layer, size in zip(layers, sizes, strict=True)]
     widest = max(full, default=0) or 1
     before = [max(_HAIR, 500 * size / widest) for size in full]
     after = [max(_HAIR, 500 * size / widest) for size in sizes]
     below: list[tuple[float | None, float | None]] = [*zip(before[1:], after[1:], strict=True), (None, None)]
-    rows = zip(layers, before, after, below, strict=False)  # without a layer there is none below either
+    rows = zip(layers, before, after, below, strict=False)  # `below` has one row even without layers
     return [Slice(layer, was, now, *following) for layer, was, now, following in rows]
 
 
 def draw_inputs(run: ReportedRun) -> Inputs | None:
-    """The inputs that the network still reads; None if nothing was pruned of them or the run is not over."""
+    """Draws the inputs that the network still reads; None if no input was pruned or the run is not over."""
     summary = run.summary
     if summary is None or summary.get("kept_inputs") is None:
         return None
@@ -86,7 +88,7 @@ def draw_inputs(run: ReportedRun) -> Inputs | None:
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """Sorted indices in words: 0–3, 7, 9–10."""
+    """Writes sorted indices in words: 0–3, 7, 9–10."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -97,7 +99,7 @@ def ranges(indices: Sequence[int]) -> str:
 
 
 def _names(run: ReportedRun, total: int) -> list[str]:
-    """Of a table's columns, where the config has them."""
+    """Returns the names of a table's columns if the config has them, else nothing."""
     columns = run.config.get("columns") or []
     sound = isinstance(columns, list) and len(columns) == total
     return [str(name) for name in columns] if sound else []
@@ -114,7 +116,7 @@ def _shape(run: ReportedRun, summary: dict[str, Any]) -> list[int]:
 
 
 def _mean(run: ReportedRun, summary: dict[str, Any], total: int) -> bytes:
-    """What to show the inputs on: the mean image, or an even grey."""
+    """Returns the background of the inputs: the mean image, or an even grey."""
     text = summary.get("mean_input")
     if text is None:
         return bytes([96]) * total
@@ -130,7 +132,7 @@ def _mean(run: ReportedRun, summary: dict[str, Any], total: int) -> bytes:
 
 
 def _pixels(kept: set[int], mean: bytes) -> list[Pixel]:
-    """Ink on paper where an input is read, red where it is not."""
+    """Returns the mean image as ink on paper, tinted red where an input is not read."""
     brightest = max(mean) or 1
     pixels = []
     for index, value in enumerate(mean):

@@ -1,4 +1,4 @@
-"""From runs to the page: what its template is given, and the file."""
+"""The report page: the values of its template, and the file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def write_report(
     """Writes the page of one run, or of several overlaid, as one HTML file that opens offline.
 
     Args:
-        folders: The folders of the runs, which may still be going on.
-        out: The file; one that is there is replaced.
-        reload_seconds: How often the open page looks for a newer one; None: never.
+        folders: The folders of the runs, which may still be in progress.
+        out: The file; an existing one is replaced.
+        reload_seconds: Seconds after which the open page reloads itself; None to never reload.
 
     Returns:
         The file.
@@ -50,7 +50,7 @@ def write_report(
 
 
 def render(runs: Sequence[ReportedRun], reload_seconds: int | None = None) -> str:
-    """The page's text."""
+    """Returns the page's text."""
     script, style = _asset("page.js"), _asset("page.css")
     unit = "nodes" if any(layer.channels is None for run in runs for layer in run.layers) else "channels"
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -64,7 +64,7 @@ def render(runs: Sequence[ReportedRun], reload_seconds: int | None = None) -> st
         alike=len({tuple((layer.name, layer.full_weights) for layer in run.layers) for run in runs}) == 1,
         script=Markup(script),
         style=Markup(style),
-        # Nothing but this very script runs, and nothing is fetched, whatever a run's files hold.
+        # Only this script runs, and nothing is fetched, whatever a run's files hold.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
         reload_seconds=reload_seconds,
         written=datetime.now(UTC).astimezone(),
@@ -86,7 +86,7 @@ def _subject(run: ReportedRun) -> str:
 
 
 def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
-    """What the template shows of a run; layers are as wide as they have channels, or nodes in older files."""
+    """Returns the values of a run for the template; widths count channels, or nodes in older files."""
     summary = run.summary or {}
     last = run.metrics[-1] if run.metrics else dict.fromkeys(NUMBERS)
     unpruned_ms, pruned_ms = summary.get("latency_unpruned_ms"), summary.get("latency_ms")
@@ -132,7 +132,7 @@ def _view(run: ReportedRun, unit: str) -> dict[str, Any]:
 
 
 def _use(run: ReportedRun) -> dict[str, Any] | None:
-    """The files that deploy a finished network and how to call it; None where there are none."""
+    """Returns the files that deploy a finished network and how to call it; None if there are none."""
     models = {"model.onnx": "score", "model-int8.onnx": "int8_score"}
     found = [(run.path / name, score) for name, score in models.items() if (run.path / name).is_file()]
     if run.summary is None or not found or not (run.path / "predict.py").is_file():
@@ -150,7 +150,7 @@ def _use(run: ReportedRun) -> dict[str, Any] | None:
 
 
 def _compared_with(summary: Mapping[str, Any], metric: Metric) -> tuple[str, str] | None:
-    """The score of the network without pruning and what that network is; None where none was measured."""
+    """Returns the score of the unpruned network and a description of it; None if none was measured."""
     twins = {"unpruned_score": "unpruned, trained alike", "given_score": "with the given weights, unpruned"}
     found = ((metric.text(summary[name]), what) for name, what in twins.items() if summary.get(name) is not None)
     return next(found, None)
@@ -179,7 +179,7 @@ def _total(layers: Sequence[ReportedLayer], unit: str) -> dict[str, float | None
 
 
 def _curves(run: ReportedRun) -> dict[str, Any]:
-    """What the page's script draws of a run."""
+    """Returns the curves of a run for the page's script."""
     seconds = list(itertools.accumulate(line["seconds"] or 0 for line in run.metrics))
     names = list(dict.fromkeys(layer.name for line in run.metrics for layer in line["layers"]))
     shares = [{layer.name: layer.nodes_percent for layer in line["layers"]} for line in run.metrics]
@@ -196,7 +196,7 @@ def _curves(run: ReportedRun) -> dict[str, Any]:
 
 
 def _describe(event: Mapping[str, Any]) -> str:
-    """What was pruned; many layers that changed alike are named together."""
+    """Describes in words what was pruned; layers that changed alike are named together."""
     alike: dict[tuple[int, int], list[str]] = {}
     for name, before, after in event["layers"]:
         if before != after:
@@ -218,7 +218,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _size(count: int) -> str:
-    """Of a file."""
+    """Formats the size of a file."""
     return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
@@ -227,12 +227,12 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits: more than a curve shows, and a smaller page."""
+    """Rounds to six digits, which is more than a curve shows and makes the page smaller."""
     return None if value is None else float(f"{value:.6g}")
 
 
 def _breakable(name: str) -> Markup:
-    """A layer's name that may be broken after its dots and underscores."""
+    """Lets a layer's name break after its dots and underscores."""
     return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(name))))
 
 

@@ -13,7 +13,7 @@ Pixel = tuple[int, int, int]
 
 
 def data_uri(pixels: Iterable[Pixel], width: int, height: int) -> str:
-    """A PNG of 8-bit RGB pixels, row by row from the top."""
+    """Encodes 8-bit RGB pixels, row by row from the top, as a PNG."""
     flat = bytes(value for pixel in pixels for value in pixel)
     rows = b"".join(b"\0" + flat[start : start + 3 * width] for start in range(0, len(flat), 3 * width))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

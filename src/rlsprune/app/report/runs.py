@@ -1,4 +1,4 @@
-"""Reads what a page shows out of a run's folder, and refuses what is damaged."""
+"""Reads the contents of a page from a run's folder, and refuses damaged files."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ NUMBERS = (
     "flops_percent",
     "seconds",
 )
-"""What an epoch's line may tell."""
+"""Keys of the numbers in an epoch's line; any may be missing."""
 
 _SUMMARY_NUMBERS = (
     "latency_ms",
     "latency_unpruned_ms",
     "latency_batch",
 )
-_LARGEST = 1e100  # of a number; beyond it arithmetic overflows
-_MOST = 2**63  # of a count
+_LARGEST = 1e100  # the largest number; beyond it arithmetic overflows
+_MOST = 2**63  # the largest count
 _REMEDY = "restore it, or start the run again"
 
 
 @dataclass(frozen=True)
 class ReportedLayer:
-    """A layer's channels, nodes and weights, at full size and now; None where the files do not tell."""
+    """A layer's channels, nodes and weights, at full size and now; None if the files do not say."""
 
     name: str
     nodes: int
@@ -51,29 +51,29 @@ class ReportedLayer:
 
     @property
     def full_channels(self) -> int | None:
-        """Channels before anything was pruned: every channel has the same number of nodes."""
+        """Returns the channels before pruning; every channel has the same number of nodes."""
         return None if self.channels is None else _whole(self.channels, self.nodes_percent)
 
     @property
     def full_nodes(self) -> int | None:
-        """Before anything was pruned."""
+        """Returns the nodes before pruning."""
         return _whole(self.nodes, self.nodes_percent)
 
     @property
     def full_weights(self) -> int | None:
-        """Before anything was pruned."""
+        """Returns the weights before pruning."""
         return _whole(self.weights, self.weights_percent)
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run as far as it has come."""
+    """A run with the epochs and events it has so far."""
 
     path: Path
     label: str
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
-    """Per epoch: `epoch`, `NUMBERS` (None if unknown) and `layers`."""
+    """A line per epoch: `epoch`, `NUMBERS` (None if unknown) and `layers`."""
     events: list[dict[str, Any]]
     summary: dict[str, Any] | None
     """None while the run is in progress."""
@@ -81,19 +81,19 @@ class ReportedRun:
 
     @property
     def layers(self) -> list[ReportedLayer]:
-        """What is left of the layers now; empty if no epoch is done yet."""
+        """Returns the layers as they are now; empty if no epoch is done yet."""
         if self.summary is not None:
             return [ReportedLayer(**row) for row in self.summary["layers"]]
         return self.metrics[-1]["layers"] if self.metrics else []
 
     @property
     def metric(self) -> Metric:
-        """The score that is told on the way."""
+        """Returns the metric of the score in every epoch's line."""
         return metric_of(self.config)
 
     @property
     def epochs(self) -> int | None:
-        """How many there will be."""
+        """Returns the planned number of epochs."""
         planned = self.config.get("epochs")
         return planned if isinstance(planned, int) else None
 
@@ -103,7 +103,7 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[ReportedRun]:
 
     Raises:
         FileError: A file is missing or damaged.
-        ValueError: No folder, or one twice.
+        ValueError: There is no folder, or one is given twice.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:
@@ -119,7 +119,7 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[ReportedRun]:
 def _read(path: Path, label: str) -> ReportedRun:
     folder = RunFolder(path)
     config = folder.read_json("config")
-    # A run writes its config first, and the others after its data are loaded.
+    # A run writes its config first, and the other files after its data are loaded.
     lines = {name: _lines(folder, name) for name in ("metrics", "events")}
     environment = folder.read_json("environment") if (path / "environment.json").is_file() else {}
     summary = folder.read_summary() if folder.finished else None
@@ -202,7 +202,7 @@ def _layers(path: Path, where: str, rows: Any) -> list[ReportedLayer]:
 
 
 def _check_rows(path: Path, where: str, rows: Any) -> list[dict[str, Any]]:
-    """Objects with a name."""
+    """Returns the rows if they are a list of objects with a name, else raises FileError."""
     if not isinstance(rows, list) or not all(map(_has_name, rows)):
         raise FileError(path, f"{where} has layers that are not a list of objects with a name", _REMEDY)
     return rows
@@ -215,7 +215,7 @@ def _has_name(row: Any) -> bool:
 def _check_counts(path: Path, where: str, values: Mapping[str, Any], names: Sequence[str]) -> None:
     for name in names:
         if not _is_count(values.get(name)):
-            raise FileError(path, f"{where} has {name} {values.get(name)!r}, which is no count", _REMEDY)
+            raise FileError(path, f"{where} has {name} {values.get(name)!r}, which is not a count", _REMEDY)
 
 
 def _is_count(value: Any) -> bool:
@@ -223,12 +223,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _number(path: Path, where: str, values: Mapping[str, Any], name: str) -> float | None:
-    """A number, or None if it is not finite or absurd."""
+    """Returns a number, or None if it is missing, not finite or absurdly large."""
     value = values.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FileError(path, f"{where} has {name} {value!r}, which is no number", _REMEDY)
+        raise FileError(path, f"{where} has {name} {value!r}, which is not a number", _REMEDY)
     return value if abs(value) <= _LARGEST else None
 
 

@@ -1,4 +1,4 @@
-"""Keeps a page up to date while its runs go on."""
+"""Keeps a page up to date while its runs are in progress."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FILES = ("config.json", "metrics.jsonl", "events.jsonl", "summary.json")
 
 
 def watch(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], every: float = 2.0) -> None:
-    """Writes the page anew whenever a run has news, until all runs are finished.
+    """Rewrites the page whenever a run has news, until all runs are finished.
 
-    However it ends, by the runs' end, by Ctrl-C or by an error, the page that stays does not reload itself any more.
+    The last page does not reload itself, whether the runs end, Ctrl-C is pressed or an error is raised.
 
     Args:
         folders: The folders of the runs.
@@ -36,12 +36,12 @@ def watch(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
         while not all(RunFolder(folder).finished for folder in folders):
             stamps = [_stamp(Path(folder) / name) for folder in folders for name in _FILES]
             if stamps != seen:
-                seen = stamps  # first: Ctrl-C may come when the page is written already
+                seen = stamps  # set before writing: Ctrl-C may come when the page is already written
                 write_report(folders, out, reload_seconds=reload_seconds)
             time.sleep(every)
     except BaseException:
         if seen:
-            with suppress(FileError, OSError):  # what ends it is the error that is told
+            with suppress(FileError, OSError):  # the error that ended the loop is the one to report
                 write_report(folders, out)
         raise
     write_report(folders, out)

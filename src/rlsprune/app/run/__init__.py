@@ -1,1 +1,1 @@
-"""A training run in a folder: checkpoints, records, what a pruning method offers to it, and resuming."""
+"""A training run in a folder: checkpoints, records, the interface of pruning methods, and resuming."""

@@ -1,4 +1,4 @@
-"""From a config to the parts of its run, for experiments and for a user's own network alike."""
+"""Builds the parts of a run from its config, for experiments and for a user's own network."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["build_method", "build_optimizer", "build_recipe", "hold_out"]
 
 
 def hold_out(config: BaseConfig, data: Dataset) -> Dataset:
-    """The same data, with images held out if the gate looks at them."""
+    """Holds images out of the training split if the gate uses them."""
     return data.hold_out(max(1, round(config.held_out_share * len(data.train)))) if config.gate == "valid" else data
 
 
 def build_optimizer(config: BaseConfig, model: nn.Module, lr: float) -> Optimizer:
-    """RLS as the config says, momentum SGD with the paper's settings, or AdamW."""
+    """Builds RLS with the config's settings, momentum SGD with the paper's settings, or AdamW."""
     if config.optimizer == "rls":
         training = config.training
         return RLS(model, lr=lr, fallback_lr=min(0.1, lr), mean_scale=training.mean_scale, rank=training.rank)
@@ -39,7 +39,7 @@ def build_optimizer(config: BaseConfig, model: nn.Module, lr: float) -> Optimize
 
 
 def build_method(config: BaseConfig, model: nn.Module, optimizer: Optimizer, example_inputs: Tensor) -> Method:
-    """Our own pruning, or none."""
+    """Builds our own pruning method, or none."""
     if config.pruning is None or config.method == "none":
         return NoPruning(model, example_inputs)
     epochs = config.epochs if config.cpu_seconds is None else None
@@ -60,20 +60,20 @@ def build_recipe(
     loss: Loss | None = None,
     scoring: Scoring | None = None,
 ) -> Recipe:
-    """The recipe of a run: what its config says, and what only its command knows.
+    """Builds the recipe of a run from its config and from parts that only its command knows.
 
     Args:
-        config: The run.
-        title: What stands in the summary beside the config's own.
-        data: As `Recipe` has them.
-        layout: As `Recipe` has it.
+        config: The run's configuration.
+        title: Entries of the summary beside those of the config.
+        data: See `Recipe`.
+        layout: See `Recipe`.
         lr: The optimizer's learning rate.
-        build_model: As `Recipe` has it.
-        prepare: As `Recipe` has it.
-        delivered: As `Recipe` has it.
-        method: Builds what prunes; None for `build_method`.
-        loss: None for the one that the config names.
-        scoring: As `Recipe` has it; None for accuracy.
+        build_model: See `Recipe`.
+        prepare: See `Recipe`.
+        delivered: See `Recipe`.
+        method: Function that builds the method; None for `build_method`.
+        loss: The loss; None for the one that the config names.
+        scoring: See `Recipe`; None for accuracy.
     """
     return Recipe(
         config=config.to_dict(),

@@ -17,19 +17,19 @@ from rlsprune.io.state import load_state, save_state
 
 __all__ = ["Checkpoints"]
 
-_KEPT = 2  # the newest, and one more in case the disk loses it
+_KEPT = 2  # the newest, and one more in case the newest is lost
 _NAME = re.compile(r"epoch-(\d{6,12})")
 _MODEL, _STATE = "model.safetensors", "state.safetensors"
-_PARTS = "checkpoint"  # in the state: what belongs together
+_PARTS = "checkpoint"  # key of the state for its epoch and its model
 
 
 class Checkpoints:
     """The checkpoints in a folder.
 
     A checkpoint is a folder that is written under another name, flushed to the disk and renamed when it is complete, so
-    that one that has its name is whole. Their order is that of the epochs: no clock is asked. The state, written last,
-    says of which epoch it is and which model belongs to it: a folder under another name, or with a part of another
-    checkpoint, counts as damaged.
+    that a folder with a checkpoint's name is whole. Checkpoints are ordered by epoch, not by time. The state, written
+    last, names its epoch and its model; a folder under another name, or with a part of another checkpoint, counts as
+    damaged.
 
     Args:
         path: The folder; it need not exist yet.
@@ -43,11 +43,11 @@ class Checkpoints:
 
         Args:
             epoch: The number of epochs done.
-            model: In the shape it has.
+            model: The model in its present shape.
             state: Plain containers and tensors.
 
         Raises:
-            StorageError: The disk did not take it; the checkpoints before are intact.
+            StorageError: It could not be written; earlier checkpoints are intact.
         """
         final, temporary = self.path / f"epoch-{epoch:06d}", self.path / ".writing"
         with storing(final):
@@ -61,7 +61,7 @@ class Checkpoints:
                 self._remove(final)
                 temporary.rename(final)
             except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint is of no use and may fill the disk
+                shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint is useless and may fill the disk
                 raise
             flush(self.path)
             self._remove_all_but(_KEPT)
@@ -69,7 +69,7 @@ class Checkpoints:
     def load(self, into: nn.Module) -> tuple[int, dict[str, Any]] | None:
         """Loads the newest checkpoint that is sound.
 
-        Those after it are renamed, with a warning that says what is wrong with them.
+        Newer ones are renamed, with a warning that says what is wrong with them.
 
         Args:
             into: A fresh, unpruned model; it takes the checkpoint's shape and weights.
@@ -78,7 +78,7 @@ class Checkpoints:
             The number of epochs done and the state, or None if there is no checkpoint.
 
         Raises:
-            FileError: There are checkpoints, and none is sound. Nothing has been renamed.
+            FileError: There are checkpoints, but none is sound. Nothing has been renamed.
         """
         damaged: list[tuple[Path, Exception]] = []
         for epoch, path in reversed(self._found()):
@@ -100,14 +100,14 @@ class Checkpoints:
         if damaged:
             path, reason = damaged[0]
             remedy = f"delete the folder {self.path} to start the run again from the beginning"
-            raise FileError(path, f"the checkpoint cannot be used ({reason}), and there is no sound one before", remedy)
+            raise FileError(path, f"the checkpoint cannot be used ({reason}), and no earlier one is sound", remedy)
         return None
 
     def examine(self) -> list[tuple[Path, int, str | None]]:
-        """Reads all of every checkpoint, the oldest first, and changes nothing.
+        """Reads every checkpoint completely, the oldest first, and changes nothing.
 
         Returns:
-            Its folder, its epoch, and what is wrong with it, or None.
+            Its folder, its epoch, and the problem with it, or None.
         """
         found: list[tuple[Path, int, str | None]] = []
         for epoch, path in self._found():
@@ -121,12 +121,12 @@ class Checkpoints:
         return found
 
     def keep_newest(self) -> None:
-        """Removes all but the newest: the run is over."""
+        """Removes all checkpoints but the newest."""
         with storing(self.path):
             self._remove_all_but(1)
 
     def set_newest_aside(self) -> None:
-        """The network in it turned out to be spoilt: the run is to go on from the one before."""
+        """Renames the newest checkpoint, whose network is unusable, so that the one before is used."""
         for _, path in self._found()[-1:]:
             self._set_aside(path, "spoilt")
 
@@ -135,7 +135,7 @@ class Checkpoints:
         return sorted((int(match[1]), self.path / match[0]) for name in names if (match := _NAME.fullmatch(name)))
 
     def _set_aside(self, path: Path, prefix: str) -> Path:
-        """Gives it another name, under which it does not count."""
+        """Gives a checkpoint another name, under which it does not count."""
         taken = {other.name for other in self.path.iterdir()}
         names = (f"{prefix}-{path.name}" + (f"-{number}" if number else "") for number in range(len(taken) + 1))
         aside = self.path / next(name for name in names if name not in taken)
@@ -149,7 +149,7 @@ class Checkpoints:
             self._remove(old)
 
     def _remove(self, path: Path) -> None:
-        """Takes the name away first: what is being removed does not count as a checkpoint any more."""
+        """Removes a folder after a change of its name, so that half a checkpoint never counts as one."""
         doomed = self.path / ".removing"
         for stage in (doomed, path):
             if stage.exists():
@@ -165,12 +165,12 @@ def _delete(path: Path) -> None:
 
 
 def _check_parts(path: Path, epoch: int, parts: Any) -> None:
-    """Raises FileError unless the state is of that epoch and of the model beside it; 0.1.0 did not write that down."""
+    """Raises FileError unless the state belongs to that epoch and to the model beside it; 0.1.0 did not record this."""
     if parts is None:
         return
     remedy = "restore the folder as it was written"
     if not isinstance(parts, dict) or parts.get("epoch") != epoch:
         written = parts.get("epoch") if isinstance(parts, dict) else parts
-        raise FileError(path, f"its state is of epoch {written!r}, not of the one in its name", remedy)
+        raise FileError(path, f"its state belongs to epoch {written!r}, not to the one in its name", remedy)
     if parts.get("model") != modelfile.read_checksum(path / _MODEL):
         raise FileError(path, "its model is not the one that its state was written with", remedy)

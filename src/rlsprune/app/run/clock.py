@@ -13,7 +13,7 @@ class CpuClock:
     """Counts this process's processor time while it is started, on top of what was used before.
 
     Args:
-        used: Seconds taken before, by the run that is resumed.
+        used: Seconds that the run took before it was resumed.
     """
 
     def __init__(self, used: float = 0.0) -> None:
@@ -22,7 +22,7 @@ class CpuClock:
 
     @property
     def used(self) -> float:
-        """Seconds so far."""
+        """Returns the seconds so far."""
         return self._used + (time.process_time() - self._since if self._running else 0.0)
 
     def start(self) -> None:
@@ -30,12 +30,12 @@ class CpuClock:
         self._since, self._running = time.process_time(), True
 
     def stop(self) -> None:
-        """Counts no more until it is started again."""
+        """Stops counting until it is started again."""
         self._used, self._running = self.used, False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count."""
+        """Pauses the clock while the block runs."""
         running = self._running
         self.stop()
         try:

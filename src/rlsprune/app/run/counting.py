@@ -1,4 +1,4 @@
-"""What is left of every layer: channels, and nodes and weights as the paper counts them."""
+"""Counts of every layer: channels, and nodes and weights as the paper counts them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ INPUT = "input"
 
 
 def count_retained(model: nn.Module, example_inputs: Tensor, zeros: bool = True) -> dict[str, Retained]:
-    """Nodes, weights and channels of every layer that has weights, in the order of the forward pass.
+    """Counts the nodes, weights and channels of every layer with weights, in the order of the forward pass.
 
     Args:
-        model: Any network; it is run once, in evaluation mode.
+        model: Any network; it runs once, in evaluation mode.
         example_inputs: A batch; only its shape matters.
         zeros: Whether weights that are exactly zero count.
     """
@@ -37,7 +37,7 @@ def count_retained(model: nn.Module, example_inputs: Tensor, zeros: bool = True)
             counts[INPUT] = Retained(read, 0, layer.in_channels)
         own = [getattr(layer, weight) for weight in weight_names(layer)]
         weights = sum(_count(weight, zeros) for weight in own if weight is not None)
-        result = output if isinstance(output, Tensor) else output[0]  # a recurrent layer gives its last state too
+        result = output if isinstance(output, Tensor) else output[0]  # a recurrent layer also returns its last state
         counts[name] = Retained(result[0].numel(), weights, _channels(layer))
 
     handles = [
@@ -63,12 +63,12 @@ def _channels(layer: nn.Module) -> int:
 
 
 def total(counts: Mapping[str, Retained]) -> Retained:
-    """All of the network, inputs among them."""
+    """Sums the counts of the whole network, including its inputs."""
     return Retained(*map(sum, zip(*counts.values(), strict=True)))
 
 
 def percent(part: float, whole: float) -> float:
-    """A share of the unpruned network, 0 to 100."""
+    """Computes a share of the unpruned network, 0 to 100."""
     return 100 * part / whole if whole else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The same numbers every time: the switch behind `--deterministic`."""
+"""The switch behind `--deterministic`, with which a run gives the same numbers every time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """While the block runs, torch uses only algorithms that give the same numbers every time, or raises.
+    """Restricts torch, while the block runs, to algorithms that give the same numbers every time; others raise.
 
-    On a CPU, runs with the same seed and number of threads are the same bit for bit without it; this makes sure of it,
-    and extends it to CUDA, where some operations are slower for it and a few are missing. Seeds are the caller's.
+    On a CPU, runs with the same seed and number of threads are equal bit for bit even without it. The block guarantees
+    that, also on CUDA, where some operations are then slower and a few are missing. The caller sets the seeds.
 
     Example:
         >>> with deterministic():

@@ -1,4 +1,4 @@
-"""What earlier versions called the things that a run writes down."""
+"""Names that earlier versions used in a run's files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RENAMED = {
 
 
 def in_todays_words(values: Mapping[str, Any]) -> dict[str, Any]:
-    """An object of a run's files under the names of this version; what has them already is left as it is."""
+    """Renames the keys of an object from a run's files to those of this version; present names are kept."""
     renamed = {_RENAMED.get(name, name): value for name, value in values.items()}
-    if "final_accuracy" in renamed:  # of a summary, whose other accuracy and loss were means of the last epochs
+    if "final_accuracy" in renamed:  # a summary, whose other accuracy and loss were means of the last epochs
         renamed |= {"mean_accuracy": renamed.get("accuracy"), "mean_loss": renamed.get("loss")}
         renamed["accuracy"] = renamed.pop("final_accuracy")
     pruning = renamed.get("pruning")

@@ -1,4 +1,4 @@
-"""What a run ran on, for its environment.json."""
+"""The software and hardware of a run, for its environment.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "torch-pruning", "numpy", "safetensors", "scipy", "mlxtend
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions and hardware that the numbers and times of a run depend on."""
+    """Returns the versions and hardware on which the numbers and times of a run depend."""
     return {
         "rlsprune": rlsprune.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""One run from beginning to end, or on from where it was stopped."""
+"""One run, from its beginning or its last checkpoint to its end."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ from rlsprune.training.loop import EpochLoss, in_bfloat16, train_epoch
 
 __all__ = ["Run", "train_and_prune"]
 
-_WEIGHED = 512  # held-out images that tell what cutting a layer costs
+_WEIGHED = 512  # held-out images that measure the cost of cutting a layer
 
 
 def train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer | None = None) -> dict[str, Any]:
     """Trains and prunes as the recipe says; resumes from the folder's last checkpoint if there is one.
 
     Args:
-        recipe: The run.
-        folder: Where its files go.
-        observer: Who is told about it.
+        recipe: The parts of the run.
+        folder: The folder of its files.
+        observer: Observer of the run.
 
     Returns:
-        The summary, as in the folder's summary.json.
+        The summary that the folder's summary.json holds.
 
     Raises:
-        FaultError: A numerical fault, unless `on_fault` says to go on. The run is saved up to the epoch before.
+        FaultError: There was a numerical fault and `on_fault` does not continue. The run is saved up to the epoch
+            before.
         InUseError: Another process runs in that folder.
-        StorageError: The disk did not take something. What was there before is intact, and the run can be resumed.
+        StorageError: A file could not be written. Earlier files are intact, and the run can be resumed.
     """
     with folder.locked(), deterministic() if recipe.deterministic else contextlib.nullcontext():
         return _train_and_prune(recipe, folder, observer or Observer())
@@ -91,7 +92,7 @@ def _train_and_prune(recipe: Recipe, folder: RunFolder, observer: Observer) -> d
 
 @dataclass(frozen=True)
 class _Unpruned:
-    """What the percentages are of."""
+    """The counts of the unpruned network, the reference of all percentages."""
 
     counts: dict[str, Retained]
     flops: int
@@ -101,9 +102,9 @@ class Run:
     """A run's live objects.
 
     Args:
-        recipe: Its parts.
-        folder: With the checkpoint to go on from, if there is one.
-        faults: What has gone wrong before; each roll-back among them halves the step.
+        recipe: The parts of the run.
+        folder: The run's folder, with the checkpoint to resume from if there is one.
+        faults: The faults so far; each roll-back among them halves the step.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, faults: Sequence[dict[str, Any]] = ()) -> None:
@@ -113,7 +114,7 @@ class Run:
         if recipe.cpu_seconds is not None and self.share.ranks is not None:
             raise ValueError("--cpu-seconds counts the time of one process: give --epochs, or run it without torchrun")
         self.clock = CpuClock()
-        """Of training, pruning and the gate's loss; what the test images cost is not counted."""
+        """The time of training, pruning and the gate's loss, without that of the test images."""
         self.data = recipe.data
         self.batches = recipe.training_batches(
             self.data.train, torch.Generator().manual_seed(recipe.seed), len(self.data.train)
@@ -146,7 +147,7 @@ class Run:
         self._write_lines()
 
     def epoch(self, observer: Observer) -> None:
-        """Trains one epoch, prunes perhaps, and leaves a checkpoint."""
+        """Trains one epoch, may prune, and saves a checkpoint."""
         started, epoch = time.perf_counter(), self.done + 1
         before = self.clock.used
         self.clock.start()
@@ -220,10 +221,10 @@ class Run:
         observer.epoch(self.record.metrics[-1], counts)
 
     def after_fault(self, error: FloatingPointError) -> Run:
-        """The run as it was at its last checkpoint, or before the prune if it has just been pruned, with half the step.
+        """Rolls back to the last checkpoint, or to the one before the prune right after a prune, with half the step.
 
         Raises:
-            FaultError: The run is to stop, or was rolled back too often already.
+            FaultError: The run has to stop, or was already rolled back too often.
         """
         faults = self.guard.noted(error)
         self.folder.write_lines("faults", faults)
@@ -233,29 +234,29 @@ class Run:
             where = f"{self.folder.path} is saved up to epoch {self.done}{tried}"
             raise FaultError(str(error), where, "resume it, perhaps with another --on-fault") from error
         if self.guard.after_prune:
-            self.folder.set_checkpoint_aside()  # it has the pruned network, which may be what is wrong
+            self.folder.set_checkpoint_aside()  # its pruned network may have caused the fault
         earlier = Run(self.recipe, self.folder, faults)
         warnings.warn(f"{error}; back to epoch {earlier.done} with {0.5**rolled_back:g} of the step", stacklevel=2)
         return earlier
 
     @property
     def result(self) -> nn.Module:
-        """The network that is evaluated and kept: the one that is trained, or the moving average of it."""
+        """Returns the network that is evaluated and kept: the one that is trained, or its moving average."""
         return self.model if self._average is None else self._average.network
 
     @property
     def spent(self) -> float:
-        """The share of the run that is over: of its processor time if that is limited, else of its epochs."""
+        """Returns the share of the run that is over, by processor time if that is limited, else by epochs."""
         limit = self.recipe.cpu_seconds
         return self.done / self.recipe.epochs if limit is None else self.clock.used / limit
 
     @property
     def over(self) -> bool:
-        """Whether the last epoch is done."""
+        """Returns whether the last epoch is done."""
         return self.spent >= 1
 
     def layers(self) -> list[dict[str, Any]]:
-        """What is left of every layer."""
+        """Returns the present sizes of every layer."""
         return layer_rows(self.method.retained(), self.unpruned.counts)
 
     def _note(self, epoch: int, event: PruneEvent | None, before: Scored, observer: Observer) -> Scored:
@@ -267,13 +268,13 @@ class Run:
         return after
 
     def _gate_loss(self, losses: EpochLoss) -> float | None:
-        """What decides on the next prune; None when there is none to decide on."""
+        """Returns the loss that decides on the next prune; None if no held-out images are left for it."""
         if self.recipe.gate == "valid":
             return None if self.data.valid is None else self._evaluate(self.data.valid).loss
         return losses.mean if self.recipe.gate == "train" else losses.last
 
     def _held_out_loss(self) -> float:
-        """The loss on a few held-out images of every class. It is called many times in a row."""
+        """Computes the loss on a few held-out images of every class; it is called many times in a row."""
         valid = self.data.valid
         assert valid is not None
         return self._evaluate(valid.select(stratified_choice(valid.labels, min(_WEIGHED, len(valid)), seed=0))).loss
@@ -292,7 +293,7 @@ class Run:
             return scoring(self.result, batches, self.recipe.loss, self.share)
 
     def _load_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
-        """Loads the newest sound checkpoint. Rank 0 looks first, as it may set a damaged one aside."""
+        """Loads the newest sound checkpoint. Rank 0 goes first, because it may set a damaged one aside."""
         ranks = self.share.ranks
         if ranks is not None and ranks.rank > 0:
             ranks.gather(None)
@@ -300,18 +301,18 @@ class Run:
         if ranks is not None:
             if ranks.rank == 0:
                 ranks.gather(None)
-            ranks.agree("the epoch to go on from", None if saved is None else saved[0])
+            ranks.agree("the epoch to resume from", None if saved is None else saved[0])
         return saved
 
     def _batches_in_time(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The epoch's batches, at least one, until the processor time is used up."""
+        """Yields the epoch's batches, at least one, until the processor time is used up."""
         for batch in self.batches:
             yield batch
             if self.recipe.cpu_seconds is not None and self.over:
                 return
 
     def _lr_factor(self, step: int) -> float:
-        """The factor on the learning rate at a step, counted from the beginning of the run."""
+        """Computes the factor of the learning rate at a step, counted from the beginning of the run."""
         scale, decay = 0.5 ** rollbacks(self.guard.faults), self.recipe.training.lr_decay
         if not decay:
             return scale
@@ -321,7 +322,7 @@ class Run:
         return scale * min(1.0, (steps - step) / (decay * steps))
 
     def _shorten_step(self, faults: Sequence[dict[str, Any]]) -> None:
-        """Shortens the next step; those after it get their rate from `_lr_factor`."""
+        """Shortens the next step; later steps get their rate from `_lr_factor`."""
         missing = rollbacks(faults) - rollbacks(self.guard.faults)
         self.guard.faults = list(faults)
         for group in self.optimizer.param_groups:
@@ -365,7 +366,7 @@ class Run:
 
 @contextlib.contextmanager
 def _fitting(folder: RunFolder) -> Iterator[None]:
-    """A state with sound checksums may still be of another run, or made up: one error for all that can be wrong."""
+    """Turns any error of loading into a FileError; a state with sound checksums may still be of another run."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""The folder of a run: small JSON files, the model, and checkpoints to go on from.
+"""The folder of a run: small JSON files, the model, and checkpoints to resume from.
 
-Every file is written beside its place, flushed to the disk and renamed, so that a run that is killed at any moment
-leaves a folder that can be read and resumed.
+Every file is written under a temporary name, flushed to the disk and renamed, so that a run that is killed at any
+moment leaves a folder that can be read and resumed.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The final model."""
+        """Returns the path of the final model."""
         return self.path / "model.safetensors"
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end: the summary is written last."""
+        """Returns whether the run is over; the summary is written last."""
         return (self.path / "summary.json").is_file()
 
     @property
     def started(self) -> bool:
-        """Whether there is a run in the folder."""
+        """Returns whether there is a run in the folder."""
         return (self.path / "config.json").is_file()
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -71,36 +71,36 @@ class RunFolder:
         """Reads `name`.json, of this version or an earlier one.
 
         Raises:
-            FileError: It is missing or damaged.
+            FileError: The file is missing or damaged.
         """
         return self._parse(f"{name}.json", self._read(f"{name}.json"))
 
     def read_summary(self) -> dict[str, Any]:
-        """Reads summary.json, and sees that it says what every reader of it needs.
+        """Reads summary.json, and checks the entries that every reader needs.
 
         Raises:
-            FileError: It is missing or damaged.
+            FileError: The file is missing or damaged.
         """
         summary = self.read_json("summary")
         for name, kinds in {**_IN_SUMMARY, metric_of(summary).name: (float, int)}.items():
             if type(summary.get(name)) not in kinds:
                 problem = f"its {name} is {str(summary.get(name))[:40]!a}"
                 raise FileError(
-                    self.path / "summary.json", problem, "remove it and resume the run, which writes it anew"
+                    self.path / "summary.json", problem, "remove it and resume the run, which writes it again"
                 )
         return summary
 
     def write_lines(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Writes `name`.jsonl, all of it: no line is ever doubled or cut."""
+        """Writes `name`.jsonl as a whole, so that no line is ever doubled or cut."""
         self._write(f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
         """Reads `name`.jsonl, of this version or an earlier one.
 
         Raises:
-            FileError: It is missing or damaged.
+            FileError: The file is missing or damaged.
         """
-        # Not splitlines(): it splits at more characters than those that end a line of JSON.
+        # Not splitlines(), which also splits at characters that do not end a line of JSON.
         return [self._parse(f"{name}.jsonl", line) for line in self._read(f"{name}.jsonl").split("\n") if line]
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class RunFolder:
         """Keeps every other process from running in this folder while the block runs.
 
         Raises:
-            InUseError: One does so already; the message says which.
+            InUseError: Another process already runs in it; the message says which.
             StorageError: The folder cannot be written to.
             FileError: There is a symbolic link in it.
         """
@@ -118,7 +118,7 @@ class RunFolder:
                 self.refuse_links()
                 held.enter_context(exclusive(self.path / ".lock"))
                 for path in self.path.iterdir():
-                    if _HALF_WRITTEN.fullmatch(path.name):  # by a run that was killed
+                    if _HALF_WRITTEN.fullmatch(path.name):  # left by a run that was killed
                         path.unlink()
             yield
 
@@ -127,16 +127,16 @@ class RunFolder:
 
         Args:
             epoch: The number of epochs done.
-            model: In the shape it has.
+            model: The model in its present shape.
             state: Plain containers and tensors.
 
         Raises:
-            StorageError: The disk did not take it; the checkpoints before are intact.
+            StorageError: It could not be written; earlier checkpoints are intact.
         """
         self._checkpoints.save(epoch, model, state)
 
     def load_checkpoint(self, into: nn.Module) -> tuple[int, dict[str, Any]] | None:
-        """Loads the newest sound checkpoint; damaged ones after it are set aside, with a warning.
+        """Loads the newest sound checkpoint, and sets damaged newer ones aside with a warning.
 
         Args:
             into: A fresh, unpruned model; it takes the checkpoint's shape and weights.
@@ -145,7 +145,7 @@ class RunFolder:
             The number of epochs done and the state, or None if there is no checkpoint.
 
         Raises:
-            FileError: There are checkpoints, and none is sound.
+            FileError: There are checkpoints, but none is sound.
         """
         return self._checkpoints.load(into)
 
@@ -155,18 +155,18 @@ class RunFolder:
             modelfile.save(model, self.model, metadata=metadata)
 
     def set_checkpoint_aside(self) -> None:
-        """Renames the newest checkpoint, whose network is spoilt, so that the one before is used."""
+        """Renames the newest checkpoint, whose network is unusable, so that the one before is used."""
         self._checkpoints.set_newest_aside()
 
     def drop_old_checkpoints(self) -> None:
-        """Keeps only the newest: the run is over."""
+        """Removes all checkpoints but the newest, after the run is over."""
         self._checkpoints.keep_newest()
 
     def refuse_links(self) -> None:
-        """Refuses links: in a stranger's folder they could lead writes to any place.
+        """Refuses symbolic links, which in a foreign folder could redirect writes to any place.
 
         Raises:
-            FileError: There is one.
+            FileError: There is a symbolic link in the folder.
         """
         for parent, folders, files in os.walk(self.path):
             for name in (*folders, *files):
@@ -190,26 +190,26 @@ class RunFolder:
         except (ValueError, RecursionError) as error:
             raise FileError(self.path / name, f"it is not JSON ({error})", remedy) from error
         if not isinstance(content, dict):
-            raise FileError(self.path / name, "it holds no JSON object", remedy)
+            raise FileError(self.path / name, "it is not a JSON object", remedy)
         return in_todays_words(content)
 
 
 class FollowedFolder(RunFolder):
-    """A folder that another process of the same run writes: this one reads it and leaves all writing to that one."""
+    """A folder that another process of the same run writes; this process only reads it."""
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """The other process holds the lock."""
+        """Takes no lock, because the other process holds it."""
         yield
 
     def save_checkpoint(self, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def save_model(self, model: nn.Module, metadata: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def drop_old_checkpoints(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def _write(self, name: str, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""

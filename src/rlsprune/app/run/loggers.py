@@ -1,4 +1,4 @@
-"""A run for the programs in which people watch theirs: TensorBoard, Weights & Biases, MLflow, and a CSV file."""
+"""Loggers that send a run to TensorBoard, Weights & Biases, MLflow, or a CSV file."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _TAGS = {
     "nodes_percent": "retained/nodes_percent",
     "flops_percent": "retained/flops_percent",
 }
-"""Of an epoch's numbers; those that are not named here go by their own names."""
+"""The tags of an epoch's numbers; numbers that are not listed here keep their own names."""
 
 
 def make_logger(name: str, folder: str | os.PathLike[str]) -> Observer:
-    """The observer of that name.
+    """Makes the observer of that name.
 
     Args:
         name: One of `LOGGERS`.
         folder: The run's folder.
 
     Raises:
-        ImportError: Its package is not installed.
+        ImportError: The logger's package is not installed.
     """
     path = Path(folder)
     made: dict[str, Callable[[], Observer]] = {
@@ -57,20 +57,20 @@ def make_logger(name: str, folder: str | os.PathLike[str]) -> Observer:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """An epoch's numbers, without those that are not known."""
+    """Returns an epoch's known numbers."""
     return {
         name: float(value) for name, value in line.items() if isinstance(value, int | float) and type(value) is not bool
     }
 
 
 def _scalars(line: Mapping[str, Any], counts: Mapping[str, Retained]) -> dict[str, float]:
-    """What a logger draws of an epoch: its numbers, and what is left of every layer."""
+    """Returns the scalars of an epoch for a logger: its numbers, and the channels of every layer."""
     numbers = {_TAGS.get(name, name): value for name, value in _numbers(line).items() if name != "epoch"}
     return numbers | {f"channels/{name}": float(count.channels) for name, count in counts.items()}
 
 
 class CsvObserver(Observer):
-    """Writes the epochs' numbers into a table, anew after each epoch: a resumed run continues the same table.
+    """Rewrites the table of the epochs' numbers after each epoch; a resumed run continues the same table.
 
     Args:
         path: The file.
@@ -83,7 +83,7 @@ class CsvObserver(Observer):
     def network(
         self, model: nn.Module, layers: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Starts with the epochs that were done before."""
+        """Starts the table with the epochs that were done before."""
         self._rows = [self._row(line) for line in metrics]
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
@@ -106,18 +106,18 @@ class TensorBoardObserver(Observer):
     """Writes an event file; needs the package tensorboard. A resumed run continues the same curves.
 
     Args:
-        folder: Where the file goes; ``tensorboard --logdir`` that folder, or one above it, shows it.
+        folder: The folder of the file; ``tensorboard --logdir`` with this folder or a parent shows it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        import tensorboard  # type: ignore[import-untyped]  # noqa: F401  # missing: say so before the run
+        import tensorboard  # type: ignore[import-untyped]  # noqa: F401  # if missing, raises before the run
 
         self._folder = os.fspath(folder)
         self._writer: SummaryWriter | None = None
         self._model: nn.Module | None = None
 
     def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:
-        """Opens the file; what an earlier part of the run wrote of later epochs is not shown any more."""
+        """Opens the file, and hides what an earlier part of the run wrote about later epochs."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(self._folder, purge_step=done + 1)
@@ -129,7 +129,7 @@ class TensorBoardObserver(Observer):
         self._model = model
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
-        """Figures, what is left of every layer, and the weights."""
+        """Writes the epoch's numbers, the channels of every layer, and the weights."""
         if self._writer is None:
             return
         epoch = metrics["epoch"]
@@ -137,10 +137,10 @@ class TensorBoardObserver(Observer):
             self._writer.add_scalar(tag, value, epoch)
         for name, parameter in self._model.named_parameters() if self._model is not None else ():
             self._writer.add_histogram(name.replace(".", "/"), parameter.detach().float().cpu(), epoch)
-        self._writer.flush()  # whoever watches sees it now
+        self._writer.flush()  # makes the epoch visible at once
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """What went, in words."""
+        """Writes in words what was pruned."""
         if self._writer is not None:
             changes = ", ".join(f"{layer['name']} {layer['before']} → {layer['after']}" for layer in event["layers"])
             self._writer.add_text("events", f"{event['kind']}: {changes}", event["epoch"])
@@ -155,7 +155,7 @@ class WandbObserver(Observer):
     """Logs to Weights & Biases as its environment variables say (`WANDB_MODE=offline`, `WANDB_PROJECT`, …).
 
     Args:
-        folder: The run's folder, whose name the run gets; a resumed run continues the same one.
+        folder: The run's folder, which gives the run its name; a resumed run continues the same one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -175,23 +175,23 @@ class WandbObserver(Observer):
         )
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
-        """The epoch's numbers."""
+        """Logs the epoch's numbers."""
         if self._run is not None:
             self._run.log(_scalars(metrics, counts), step=metrics["epoch"])
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """The summary's numbers."""
+        """Logs the summary's numbers."""
         if self._run is not None:
             self._run.summary.update(_numbers(summary))
-            self._run.finish()  # of a run that was stopped wandb does it, when the process ends
+            self._run.finish()  # wandb finishes a run that was stopped when the process ends
             self._run = None
 
 
 class MLflowObserver(Observer):
-    """Logs to MLflow, where `MLFLOW_TRACKING_URI` says; in the experiment `MLFLOW_EXPERIMENT_NAME`, or "rlsprune".
+    """Logs to the MLflow at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME` or "rlsprune".
 
     Args:
-        folder: The run's folder, whose name the run gets; a resumed run goes on in the same one.
+        folder: The run's folder, which gives the run its name; a resumed run continues the same one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -223,12 +223,12 @@ class MLflowObserver(Observer):
         self._client.update_run(self._run, status="RUNNING")
 
     def epoch(self, metrics: Mapping[str, Any], counts: Mapping[str, Retained]) -> None:
-        """The epoch's numbers."""
+        """Logs the epoch's numbers."""
         for name, value in _scalars(metrics, counts).items():
             self._client.log_metric(self._run, name, value, step=metrics["epoch"])
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """The summary's numbers."""
+        """Logs the summary's numbers."""
         for name, value in _numbers(summary).items():
             self._client.log_metric(self._run, f"summary/{name}", value)
         self._client.set_terminated(self._run)
@@ -240,7 +240,7 @@ class MLflowObserver(Observer):
 
 
 def _identity(path: Path, done: int, new: Callable[[], str]) -> str:
-    """The identity by which a service knows the run: that of the part before, if there was one."""
+    """Returns the run's identity at a service: that of the earlier part if there was one, else a new one."""
     if done and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     identity = new()

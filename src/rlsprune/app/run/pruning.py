@@ -1,4 +1,4 @@
-"""Our own pruning method as a run drives it."""
+"""Our own pruning method, adapted to a run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class RLSPruning(NoPruning):
 
         Args:
             model: The network.
-            optimizer: Of its parameters.
+            optimizer: The optimizer of its parameters.
             example_inputs: A batch of its input; only its shape matters.
-            settings: How to prune.
-            epochs: Of the whole run; None if it is told how much of its time is used instead.
-            warmup_epochs: q.
+            settings: The settings of the pruner.
+            epochs: Number of epochs of the whole run; None if `spent` is called instead.
+            warmup_epochs: q, the number of epochs before the first prune.
         """
         super().__init__(model, example_inputs)
         self._reunite, self._target, self._allocate = settings.reunite, settings.target, settings.allocate
         self._target_of, self._features = settings.target_of, settings.features
-        # However short the run, it prunes once.
+        # Even a short run prunes once.
         self._first_prune = warmup_epochs + 1
         self._last_prune = math.inf if epochs is None else epochs - math.ceil(epochs * settings.settle)
         self._settle, self._settling = settings.settle, False
@@ -67,20 +67,20 @@ class RLSPruning(NoPruning):
 
     @property
     def settled(self) -> bool:
-        """Whether pruning has ended with a network that recovered."""
+        """Returns whether pruning has ended with a network that recovered."""
         return self._reunite and self.pruner.done and self.pruner.recovered
 
     @property
     def ended(self) -> bool:
-        """The pruner's target is reached, or the run is too near its end."""
+        """Returns whether the pruner's target is reached or the run is too near its end."""
         return self.pruner.done
 
     def follow(self, copy: nn.Module) -> None:
-        """The pruner cuts the copy with the network and refits it separately."""
+        """Lets the pruner cut the copy with the network and refit it separately."""
         self.pruner.follow(copy)
 
     def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
-        """The pruner allocates its events over the layers by it, if the settings say so."""
+        """Lets the pruner allocate its events over the layers by this loss, if the settings say so."""
         if self._allocate:
             self.pruner.held_out_loss = held_out_loss
 
@@ -92,12 +92,12 @@ class RLSPruning(NoPruning):
         """Prunes if the gate is open, or rolls back if it stayed shut for too long."""
         seen = len(self.pruner.history)
         if epoch > self._first_prune and (self._settling or epoch > self._last_prune):
-            self.pruner.stop()  # steps still tell it whether the network has recovered
+            self.pruner.stop()  # later steps still detect whether the network has recovered
         self.pruner.step(loss)
         return self._newest(seen)
 
     def finish(self) -> PruneEvent | None:
-        """Goes back to the last network that had recovered, if this one has not."""
+        """Returns to the last network that had recovered, if this one has not."""
         seen = len(self.pruner.history)
         self.pruner.finish()
         kept = self.pruner.kept_inputs
@@ -111,12 +111,12 @@ class RLSPruning(NoPruning):
         return self._newest(seen)
 
     def gate_level(self) -> float | None:
-        """The pruner's, from its first prune on, until the last one has been recovered from."""
+        """Returns the pruner's gate level, from its first prune until the network has recovered from the last."""
         level = self.pruner.gate_level
         return None if (self.ended and self.pruner.recovered) or math.isinf(level) else level
 
     def missed_target(self) -> float | None:
-        """The run's target, unless it is reached: of two, the one of the inputs has a warning of its own."""
+        """Returns the run's target unless it is reached; a missed target for the inputs has its own warning."""
         history = self.pruner.history
         if self.pruner.target_reached or self._target is None or not history:
             return None if self.pruner.target_reached else self._target
@@ -125,11 +125,11 @@ class RLSPruning(NoPruning):
         return None if share <= self._target else self._target
 
     def state_dict(self) -> dict[str, Any]:
-        """The pruner's."""
+        """Returns the pruner's state."""
         return self.pruner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The pruner's."""
+        """Continues from a pruner's state."""
         self.pruner.load_state_dict(state)
 
     def _newest(self, seen: int) -> PruneEvent | None:

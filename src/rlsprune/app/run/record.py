@@ -1,4 +1,4 @@
-"""What a run writes down: a line per epoch and a line per event."""
+"""The record of a run: a line per epoch and a line per event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Record", "layer_rows", "total_percent"]
 
 
 class Record:
-    """The metrics and events of a run so far, in the form in which they stand in its files.
+    """The metrics and events of a run so far, in the form of its files.
 
     Args:
         metric: The score that counts.
@@ -44,7 +44,7 @@ class Record:
         return line
 
     def add_epoch(self, metrics: dict[str, Any]) -> None:
-        """Adds an epoch's line, and notes which events its score has made up for."""
+        """Adds an epoch's line, and notes the events from which its score has recovered."""
         self.metrics.append(metrics)
         for event in self.events:
             waited = metrics["epoch"] - event["epoch"]
@@ -54,16 +54,16 @@ class Record:
                 event["epochs_to_recover"] = waited
 
     def state_dict(self) -> dict[str, Any]:
-        """Both lists."""
+        """Returns both lists."""
         return {"metrics": self.metrics, "events": self.events}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from both lists, also those of a checkpoint of an earlier version."""
+        """Continues from both lists, including those of an earlier version's checkpoint."""
         self.metrics, self.events = (list(map(in_todays_words, state[name])) for name in ("metrics", "events"))
 
 
 def layer_rows(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained]) -> list[dict[str, Any]]:
-    """Per layer what is left, as numbers and as percentages of the unpruned network."""
+    """Makes a row per layer: its present sizes as numbers and as percentages of the unpruned network."""
     return [
         {
             "name": name,
@@ -78,6 +78,6 @@ def layer_rows(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained])
 
 
 def total_percent(counts: Mapping[str, Retained], unpruned: Mapping[str, Retained]) -> tuple[float, float]:
-    """Nodes and weights that are left of the whole network, as percentages."""
+    """Computes the percentages of nodes and weights that are left of the whole network."""
     now, full = total(counts), total(unpruned)
     return percent(now.nodes, full.nodes), percent(now.weights, full.weights)

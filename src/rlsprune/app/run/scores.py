@@ -1,4 +1,4 @@
-"""How well a network does on a split: its loss, and scores that scikit-learn computes."""
+"""The quality of a network on a split: its loss, and scores that scikit-learn computes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _ALONE = Share()
 
 
 class Scored(NamedTuple):
-    """A network on a split."""
+    """The loss and scores of a network on a split."""
 
     loss: float
     scores: Mapping[str, float]
-    """By the name of the metric."""
+    """The scores by the names of their metrics."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a run tells about its network.
+    """Computes the loss and scores of a network.
 
     Args:
         task: One of `TASKS`.
-        metrics: The scores, the one that counts first.
-        in_users_unit: From outputs and targets as the network has them to those of the user.
+        metrics: The metrics, the one that counts first.
+        in_users_unit: Function that converts the network's outputs and targets to the user's unit.
     """
 
     task: str = "classification"
@@ -46,16 +46,16 @@ class Scoring:
 
     @property
     def metric(self) -> Metric:
-        """The one that counts."""
+        """Returns the metric that counts."""
         return self.metrics[0]
 
     @property
     def loss_alone(self) -> Scoring:
-        """Tells no score: not every split has every class."""
+        """Returns a scoring without metrics, because not every split has every class."""
         return replace(self, metrics=())
 
     def __call__(self, network: nn.Module, batches: Iterable[Batch], loss: Loss, share: Share = _ALONE) -> Scored:
-        """Loss and scores, in evaluation mode; of several processes each looks at its share of the batches."""
+        """Computes loss and scores in evaluation mode; each of several processes evaluates its share of the batches."""
         if self.task == "classification" and set(self.metrics) <= {METRICS["accuracy"]}:  # sums: no output is kept
             result = Evaluation.of_sums(*share.totals(list(evaluation_sums(network, share.of_batches(batches), loss))))
             return Scored(result.loss, {metric.name: result.accuracy for metric in self.metrics})
@@ -73,7 +73,7 @@ class Scoring:
         return Scored(total / count, {metric.name: self._score(metric, *found) for metric in self.metrics})
 
     def _score(self, metric: Metric, outputs: Array, labels: Array) -> float:
-        if not np.isfinite(outputs).all():  # the guard tells what is wrong
+        if not np.isfinite(outputs).all():  # the guard reports the fault
             return metric.worst
         kind = self.task if self.task != "classification" else "binary" if outputs.shape[1] == 2 else "classes"
         value = float(_BY_KIND[kind][metric.name](outputs, labels))
@@ -81,12 +81,12 @@ class Scoring:
 
 
 def _of(name: str, **options: Any) -> Callable[[Array, Array], float]:
-    """A function of `sklearn.metrics`, loaded when it is called."""
+    """Wraps a function of `sklearn.metrics` that is imported when it is called."""
 
     def score(given: Array, labels: Array) -> float:
         from sklearn import metrics
 
-        with warnings.catch_warnings():  # of classes that a split has none of
+        with warnings.catch_warnings():  # about classes without examples in a split
             warnings.simplefilter("ignore", UserWarning)
             return float(getattr(metrics, name)(labels, given, **options))
 

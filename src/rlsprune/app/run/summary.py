@@ -1,4 +1,4 @@
-"""A run in a few numbers."""
+"""The summary of a run in a few numbers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["summarise", "tail"]
 
-_LATENCY_BATCHES = (1, 64)  # of inputs
-_MEASURED_INPUTS = 5000  # eigenvalues of so large a P take half a minute, of one twice as large minutes
+_LATENCY_BATCHES = (1, 64)  # numbers of inputs
+_MEASURED_INPUTS = 5000  # eigenvalues of a P of this size take half a minute, of one twice as large minutes
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The run in a few numbers, for its summary.json. Measures the latency of the network as it is now."""
+    """Summarises a run for its summary.json, and measures the latency of the network as it is now."""
     metrics, events = run.record.metrics, run.record.events
     last, final = tail(metrics, events), metrics[-1]
     names = [metric.name for metric in run.recipe.scoring.metrics]
@@ -66,9 +66,9 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def tail(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> Sequence[Mapping[str, Any]]:
-    """The epochs that a summary averages: the last ten, or the last tenth of a run of fewer than a hundred.
+    """Returns the epochs that a summary averages: the last ten, or the last tenth of a run of fewer than a hundred.
 
-    Epochs before a roll-back do not count: they are of a network that was thrown away.
+    Epochs before a roll-back do not count, because their network was discarded.
     """
     rolled_back = max((event["epoch"] for event in events if event["kind"] == "roll-back"), default=0)
     last = metrics[-min(10, max(1, len(metrics) // 10)) :]
@@ -76,7 +76,7 @@ def tail(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any
 
 
 def _health(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """Per layer the health of P, but for very wide ones; None if the optimizer keeps none. NaN is no JSON: None."""
+    """Returns the health of P per layer, without very wide layers; None if there is no P. NaN becomes None for JSON."""
     if not isinstance(optimizer, RLS):
         return None
     rows = (asdict(health) | {"healthy": health.healthy} for health in optimizer.check(_MEASURED_INPUTS).values())
@@ -84,7 +84,7 @@ def _health(optimizer: Optimizer) -> list[dict[str, Any]] | None:
 
 
 def _mean_image(images: Tensor) -> str | None:
-    """The bytes of the mean of 8-bit images in base64, to show on it which pixels are read; None for other inputs."""
+    """Encodes the mean of 8-bit images in base64, to show on it the pixels that are read; None for other inputs."""
     if images.dtype != torch.uint8:
         return None
     mean = images.float().mean(0).round().to(torch.uint8).cpu()
@@ -92,7 +92,7 @@ def _mean_image(images: Tensor) -> str | None:
 
 
 def _speedup(unpruned: Sequence[float], pruned: Sequence[float]) -> dict[str, float]:
-    """How many times faster the pruned network is: the median and the quartiles over rounds measured in turns."""
+    """Computes the speedup of the pruned network: median and quartiles over rounds measured in turns."""
     low, median, high = ratio_quartiles(unpruned, pruned)
     return {"median": median, "low": low, "high": high}
 

@@ -1,4 +1,4 @@
-"""Training without pruning: what every method is built on."""
+"""Training without pruning, the base of every method."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ __all__ = ["NoPruning"]
 
 
 class NoPruning:
-    """Trains and nothing else; see ``rlsprune.app.run.method.Method`` for what a run asks of a method."""
+    """Trains without pruning; ``rlsprune.app.run.method.Method`` describes the interface."""
 
     def __init__(self, model: nn.Module, example_inputs: Tensor) -> None:
         self.model, self.example_inputs = model, example_inputs
 
     @property
     def settled(self) -> bool:
-        """Held-out images stay held out."""
+        """Returns False: held-out images stay held out."""
         return False
 
     @property
     def ended(self) -> bool:
-        """A method that waits for no loss has no end to tell."""
+        """Returns False: a method that waits for no loss does not announce its end."""
         return False
 
     def follow(self, copy: nn.Module) -> None:
-        """The copy keeps its shape, as the network does."""
+        """Does nothing: the copy keeps its shape, as the network does."""
 
     def weigh_by(self, held_out_loss: Callable[[], float]) -> None:
-        """Nothing is cut."""
+        """Does nothing: no layer is cut."""
 
     def after_backward(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def after_step(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def spent(self, share: float) -> None:
-        """Does not depend on it."""
+        """Does nothing."""
 
     def end_epoch(self, epoch: int, loss: float) -> PruneEvent | None:
         """Never prunes."""
@@ -54,20 +54,20 @@ class NoPruning:
         return None
 
     def gate_level(self) -> float | None:
-        """Waits for no loss."""
+        """Returns None: the method waits for no loss."""
         return None
 
     def missed_target(self) -> float | None:
-        """Has none."""
+        """Returns None: the method has no target."""
         return None
 
     def retained(self) -> Mapping[str, Retained]:
-        """The network as it stands."""
+        """Counts the network as it stands."""
         return count_retained(self.model, self.example_inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
+        """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to remember."""
+        """Does nothing."""
