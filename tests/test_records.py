@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality.recovery import table
+from benchmarks.quality.recovery import WHEN, table
 from rlsprune.app.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -183,11 +184,21 @@ def test_what_each_part_is_worth_is_that_of_its_record() -> None:
         assert accuracies == {row["method"]: f"{row['accuracy']:.{digits}f}" for row in content["rows"]}
 
 
-def test_networks_trained_on_are_those_of_their_runs() -> None:
-    content = json.loads((RUNS / "trained-networks" / "resnet20-after-training.json").read_text(encoding="utf-8"))
-    for page in (DOCS / "records" / "2026-11-19-after-training.md", DOCS / "trained-networks.md"):
-        drawn = rows(table(content["rows"], content["rows"]))
-        assert not [row for row in drawn if row not in rows(page.read_text(encoding="utf-8"))]
+@pytest.mark.parametrize("network", ["resnet20", "resnet56"])
+def test_networks_trained_on_are_those_of_their_runs(network: str) -> None:
+    folder = RUNS / "trained-networks"
+    runs, tuned = (
+        json.loads((folder / f"{name}-after-training.json").read_text(encoding="utf-8"))["rows"]
+        for name in (network, "resnet20")
+    )
+    record, page = (
+        path.read_text(encoding="utf-8")
+        for path in (DOCS / "records" / "2026-11-19-after-training.md", DOCS / "trained-networks.md")
+    )
+    for when, compared in itertools.product(WHEN, (True, False)):
+        drawn = rows(table(runs, tuned, when, compared))
+        assert not [row for row in drawn if row not in rows(record)]
+    assert not [row for row in rows(table(runs, tuned, "trained", True)) if row not in rows(page)]
 
 
 def test_agreement_of_efficientnet_is_that_of_its_runs() -> None:

@@ -1,16 +1,16 @@
-"""Trained networks, cut at once and then trained on: accuracy right after the cut and after training, for every method.
+"""Measures trained networks that are cut and then trained on: accuracy right after the cut and after training.
 
-The networks are the ResNets of `benchmarks.quality.trained`. All methods get the same network, FLOPs, images, epochs,
-schedule and loss, that of `rlsprune.shrink` with labels: a fifth cross-entropy, the rest the divergence from the given
-network's outputs at a temperature of 4; momentum SGD whose rate falls to zero by a cosine; forward passes in bfloat16,
-by autocast. Accuracies are those of the network in float32. Methods in rounds cut a part at the start of each
-of the first epochs. torch-pruning cannot stop right at a target in narrow layers, so ours is cut to the FLOPs that it
-ends at.
+The networks are the ResNets of `benchmarks.quality.trained`. All methods, except the variants that are named for it,
+get the same network, FLOPs, images, epochs, schedule and loss, that of `rlsprune.shrink` with labels: a fifth
+cross-entropy, the rest the divergence from the given network's outputs at a temperature of 4; momentum SGD whose rate
+falls to zero by a cosine; forward passes in bfloat16, by autocast. Accuracies are those of the network in float32.
+Methods in rounds cut a part at the start of each of the first epochs. torch-pruning cannot stop right at a target in
+narrow layers, so ours is cut to the FLOPs that it ends at.
 
 The given network has seen all training images, which therefore cannot choose a rate: networks that remember them would
 win. So the test images choose it, one of four for every method, on a seed that no run has. `tune` makes these trials
-(cuts in rounds and most variants of ours take the rate of a similar method); `run` makes the runs, right after the last
-cut and at the end; `draw` prints the table and, with --out, the picture. All of it goes on where it was.
+(cuts in rounds and most variants of ours take the rate of a similar method), and `run` makes the runs. `draw` prints
+the tables and, with --out, draws the picture. An interrupted command continues where it was.
 
     python -m benchmarks.quality.recovery tune --weights resnet20.safetensors --data-dir DATA --record recovery.json
     python -m benchmarks.quality.recovery run --weights resnet20.safetensors --data-dir DATA --record recovery.json
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import statistics
@@ -47,10 +48,12 @@ from rlsprune.training.objective import taught
 BATCH, TUNING_SEED = 128, 9
 ATTENTION = 1000.0  # the weight that attention transfer was published with
 OURS, SCRATCH = "rlsprune.shrink", "its shape from scratch"
+COMPARED = (OURS, "L2", "L1", "random", SCRATCH)
+WHEN = {"cut": "right after the cut", "trained": "after training"}
 
 
 def _drawn_anew(model: nn.Module) -> nn.Module:
-    """The shape, with weights as they are drawn for a new network."""
+    """Gives the network the weights of a new one."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
             module.reset_parameters()
@@ -66,29 +69,30 @@ def _rls(model: nn.Module, rate: float) -> Optimizer:
 
 
 def _part(name: str) -> Callable[[Case, float], nn.Module]:
-    """Ours without one of its parts."""
+    """Returns our cut without one of its parts."""
     return lambda case, flops: parts(case, flops)[name]()
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to cut, and how often: a part at the start of each of so many epochs."""
+    """A way to cut a network and to train it on."""
 
     cut: Callable[[Case, float], nn.Module]
-    """From a case and the share of its FLOPs to leave, to the cut network."""
+    """Returns the cut network for a case and the share of its FLOPs to keep."""
     rounds: int = 1
+    """Number of cuts, each at the start of one of the first epochs."""
     rates: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
-    """Of which the best is taken."""
+    """Rates to try; the best is taken."""
     like: str | None = None
-    """The method whose rates it takes, if it is not tuned itself."""
+    """The method whose best rate it takes, if it is not tuned itself."""
     scratch: bool = False
-    """Whether only the shape is kept."""
+    """Whether only the shape of the cut network is kept."""
     distilled: bool = True
-    """Whether it learns from the given network too."""
+    """Whether it learns from the outputs of the given network too."""
     maps: bool = False
-    """Whether from where its last maps are large as well: their energy by place, which fits any number of channels."""
+    """Whether it learns from the energy of the last maps at each place too, which does not depend on the channels."""
     optimizer: Callable[[nn.Module, float], Optimizer] = _sgd
-    """From a network and a rate."""
+    """Builds the optimizer for a network and a rate."""
 
 
 METHODS: Mapping[str, Method] = {
@@ -104,6 +108,7 @@ METHODS: Mapping[str, Method] = {
     "L1": Method(RIVALS["L1"]),
     "random": Method(RIVALS["random"], rates=(0.02, 0.05, 0.1, 0.2)),
     SCRATCH: Method(ours, rates=(0.05, 0.1, 0.2, 0.4), scratch=True),
+    "L2 without distillation": Method(RIVALS["L2"], rates=(0.005, 0.01, 0.02, 0.05), distilled=False),
     f"{OURS} in two rounds": Method(ours, 2, like=OURS),
     f"{OURS} in five rounds": Method(ours, 5, like=OURS),
     "L2 in two rounds": Method(RIVALS["L2"], 2, like="L2"),
@@ -112,14 +117,14 @@ METHODS: Mapping[str, Method] = {
 
 
 class Training:
-    """The images that all methods train on, and how.
+    """Training of all methods on the same images.
 
     Args:
         case: The given network, which teaches.
-        data_dir: With CIFAR-10.
-        images: How many an epoch takes.
-        epochs: How many.
-        seed: Of their order, the crops and the flips.
+        data_dir: The folder with CIFAR-10.
+        images: Number of images per epoch.
+        epochs: Number of epochs.
+        seed: The seed of the order, the crops and the flips.
     """
 
     def __init__(self, case: Case, data_dir: Path | None, images: int, epochs: int, seed: int) -> None:
@@ -132,13 +137,13 @@ class Training:
         """Cuts and trains the network.
 
         Args:
-            method: Which way to cut.
-            share: Of the FLOPs, to leave.
-            rate: To start from.
+            method: The way to cut and to train.
+            share: Share of the FLOPs to keep.
+            rate: The first learning rate.
             kept: A file for the network after each epoch, from which an interrupted run goes on.
 
         Returns:
-            Its FLOPs, and its accuracy right after the last cut and in the end.
+            The network's FLOPs, and its accuracy right after the last cut and at the end.
         """
         batches = Batches(
             self._split.images,
@@ -167,7 +172,7 @@ class Training:
         return {**row, "trained": self._case.accuracy(model)}
 
     def _cut(self, model: nn.Module, method: Method, share: float) -> nn.Module:
-        """The network at a share of the given one's FLOPs; methods that cut alike share the work."""
+        """Cuts a network to a share of the given one's FLOPs; methods that cut alike share the first cut."""
         wanted = share / self._case.share(model)
         if model is not self._case.model:
             return method.cut(replace(self._case, model=model.eval()), wanted)
@@ -179,7 +184,7 @@ class Training:
     def _train(
         self, model: nn.Module, optimizer: Optimizer, epoch: int, batches: Batches, rate: float, method: Method
     ) -> None:
-        """One epoch."""
+        """Trains for one epoch."""
         steps = self._epochs * len(batches)
 
         def pairs() -> Iterator[tuple[Tensor, Any]]:
@@ -196,15 +201,16 @@ class Training:
             labels, given = wanted
             if given is None:
                 return cross_entropy(outputs, labels)
+            if not method.maps:
+                return taught(outputs, labels, given)
             energies = (normalize(told[:, CLASSES:]) for told in (outputs, given))
-            apart = 0.5 * ATTENTION * mse_loss(*energies) if method.maps else 0.0
-            return taught(outputs[:, :CLASSES], labels, given[:, :CLASSES]) + apart
+            return taught(outputs[:, :CLASSES], labels, given[:, :CLASSES]) + 0.5 * ATTENTION * mse_loss(*energies)
 
         train_epoch(model, optimizer, pairs(), loss)
 
     @torch.no_grad()
     def _given(self, epoch: int, number: int, images: Tensor, maps: bool) -> Tensor:
-        """What the given network says of a batch: the batches of a seed are the same for every method."""
+        """Returns the given network's outputs for a batch: all methods have the same batches for a seed."""
         key = (epoch, number, maps)
         if key not in self._taught:
             self._taught[key] = in_bfloat16(_told(self._case.model.eval(), maps))(images)
@@ -212,7 +218,7 @@ class Training:
 
 
 def _told(model: nn.Module, maps: bool) -> Callable[[Tensor], Tensor]:
-    """A network that tells its class scores and, if wanted, behind them the energy of its last maps by place."""
+    """Returns a network that outputs class scores and, if wanted, the energy of its last maps at each place."""
     if not maps:
         return model
     assert isinstance(model, ResNet)
@@ -230,23 +236,25 @@ def _normed(pixels: Tensor) -> Tensor:
 
 
 def _reached(case: Case, flops: float) -> float:
-    """The share of the FLOPs that torch-pruning ends at."""
+    """Computes the share of the FLOPs that torch-pruning ends at."""
     return case.share(RIVALS["L2"](case, flops))
 
 
 def main() -> None:
-    """Makes the runs that are missing, or prints the table."""
+    """Makes the missing runs, or prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tune", "run", "draw"))
     parser.add_argument("--weights", type=Path, required=True, help="a safetensors file")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--record", type=Path, required=True, help="a JSON file for the rows; known ones are kept")
-    parser.add_argument("--rates", type=Path, help="the record of another network, whose rates are taken")
-    parser.add_argument("--flops", default="0.5", help="fractions, with commas between; the first is tuned at")
+    parser.add_argument("--rates", type=Path, help="the record of another network with the rates to take")
+    parser.add_argument(
+        "--flops", default="0.5", help="fractions, separated by commas; the first is the one that is tuned at"
+    )
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--methods", help="names, with commas between; all if left out")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--images", type=int, default=50000, help="that an epoch takes")
+    parser.add_argument("--methods", help="names, separated by commas; default: all")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--images", type=int, default=10000, help="images per epoch")
     parser.add_argument("--out", type=Path, help="a PNG file for the picture that `draw` makes")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -256,13 +264,16 @@ def main() -> None:
     record = Record(options.record, settings)
     tuned = json.loads(options.rates.read_text())["rows"] if options.rates else record.rows
     if options.what == "draw":
-        print(table(record.rows, tuned))
+        for compared, when in itertools.product((True, False), WHEN):
+            print(f"{WHEN[when]}\n\n{table(record.rows, tuned, when, compared)}\n")
         if options.out is not None:
             draw(record.rows, tuned, options.weights.stem, options.out)
         return
     methods = options.methods.split(",") if options.methods else list(METHODS)
     if unknown := sorted(set(methods) - set(METHODS)):
         raise SystemExit(f"unknown methods {unknown}: known are {list(METHODS)}")
+    if rounds := [method for method in methods if METHODS[method].rounds > options.epochs]:
+        raise SystemExit(f"{rounds} cut more often than --epochs {options.epochs}: train longer, or leave them out")
     targets = [float(share) for share in options.flops.split(",")]
     tuning = options.what == "tune"
     for seed in [TUNING_SEED] if tuning else map(int, options.seeds.split(",")):
@@ -292,7 +303,7 @@ def main() -> None:
 
 
 def best_rate(rows: Sequence[Mapping[str, Any]], method: str) -> float:
-    """The rate at which a method was best when it was tuned.
+    """Returns the rate at which a method was best when it was tuned.
 
     Raises:
         SystemExit: It was not tuned.
@@ -316,11 +327,11 @@ class Runs:
     cut: Sequence[float]
     """Accuracies on all test images, right after the last cut."""
     trained: Sequence[float]
-    """In the end."""
+    """Accuracies at the end."""
 
 
 def by_method(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> list[Runs]:
-    """The runs at the best rates, largest target first."""
+    """Returns the runs at the best rates, largest target first."""
     made = [row for row in rows if row["what"] == "run"]
     found = []
     for target in sorted({row["target"] for row in made}, reverse=True):
@@ -335,39 +346,52 @@ def by_method(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, An
     return found
 
 
-def table(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> str:
-    """Methods in rows; right after the cut and after training, mean and deviation over the seeds."""
-    lines = [
-        f"| {one.method} | {100 * statistics.mean(one.flops):.1f} % | {one.rate:g} | {_mean(one.cut)} % "
-        f"| {_mean(one.trained)} % | {len(one.trained)} |"
-        for one in by_method(rows, tuned)
-    ]
-    head = "| method | FLOPs left | rate | right after the cut | after training | seeds |"
-    return "\n".join([head, "|---|---:|---:|---:|---:|---:|", *lines])
+def table(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]], when: str, compared: bool) -> str:
+    """Returns accuracies by method and FLOPs: mean and deviation over the seeds, and their number.
+
+    Args:
+        rows: The runs.
+        tuned: The trials that chose the rates.
+        when: "cut" or "trained".
+        compared: Whether to list the methods that are compared, or the other variants.
+    """
+    made = by_method(rows, tuned)
+    own = [one for one in made if (one.method in COMPARED) is compared]
+    if not own:
+        return ""
+    methods = [method for method in METHODS if any(one.method == method for one in own)]
+    targets = sorted({one.target for one in own}, reverse=True)
+    reached = {t: statistics.mean(f for one in own if one.target == t for f in one.flops) for t in targets}
+    lines = [f"| FLOPs left | {' | '.join(f'{100 * share:.0f} %' for share in reached.values())} | rate |"]
+    lines.append("|---|" + "---:|" * (len(targets) + 1))
+    for method in methods:
+        found = {one.target: one for one in own if one.method == method}
+        cells = [_cell(found[target], when, reached[target]) if target in found else "" for target in targets]
+        lines.append(f"| {method} | {' | '.join(cells)} | {next(iter(found.values())).rate:g} |")
+    return "\n".join(lines)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Accuracy against FLOPs, right after the cut and after training, every method on both."""
+    """Draws accuracy against FLOPs, right after the cut and after training, with every compared method on both."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     made = by_method(rows, tuned)
-    for axes, what, when in zip(
-        figure.subplots(1, 2), ("cut", "trained"), ("right after the cut", "after training"), strict=True
-    ):
-        for method in METHODS:
+    for axes, (when, named) in zip(figure.subplots(1, 2), WHEN.items(), strict=True):
+        for method in COMPARED:
             points = [one for one in made if one.method == method]
-            if len(points) > 1:
-                axes.errorbar(
-                    [100 * statistics.mean(one.flops) for one in points],
-                    [statistics.mean(getattr(one, what)) for one in points],
-                    [statistics.stdev(getattr(one, what)) if len(one.trained) > 1 else 0 for one in points],
-                    marker="o",
-                    markersize=3,
-                    linewidth=2.5 if method == OURS else 1.2,
-                    label=method,
-                )
-        axes.set(xlabel="FLOPs left (%)", ylabel="test accuracy (%)", title=f"{title}, {when}")
+            if not points:
+                continue
+            axes.errorbar(
+                [100 * statistics.mean(one.flops) for one in points],
+                [statistics.mean(getattr(one, when)) for one in points],
+                [statistics.stdev(getattr(one, when)) if len(one.trained) > 1 else 0 for one in points],
+                marker="o",
+                markersize=3,
+                linewidth=2.5 if method == OURS else 1.2,
+                label=method,
+            )
+        axes.set(xlabel="FLOPs left (%)", ylabel="test accuracy (%)", title=f"{title}, {named}")
         axes.invert_xaxis()
         axes.grid(alpha=0.3)
     axes.legend()
@@ -375,9 +399,12 @@ def draw(rows: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]], 
     figure.savefig(path, dpi=150)
 
 
-def _mean(values: Sequence[float]) -> str:
+def _cell(runs: Runs, when: str, flops: float) -> str:
+    """Returns mean, deviation and number of runs, with the FLOPs where they are not those of the column."""
+    values, own = getattr(runs, when), statistics.mean(runs.flops)
     deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{deviation}"
+    elsewhere = f", {100 * own:.1f} % of the FLOPs" if abs(own - flops) > 0.005 else ""
+    return f"{statistics.mean(values):.2f}{deviation} ({len(values)}{elsewhere})"
 
 
 if __name__ == "__main__":

@@ -506,6 +506,7 @@ def test_a_score_that_is_no_number_is_refused(trained: nn.Module) -> None:
         ({"target": {}, "max_drop": 1.0}, "target={}"),
         ({"max_drop": -1.0}, "max_drop=-1.0"),
         ({"target": {"params": 0.5}, "recovery_epochs": -1}, "recovery_epochs=-1"),
+        ({"target": {"params": 0.5}, "ratio": "0.3"}, "ratio='0.3'"),
         ({"target": {"params": 1.5}}, "1.5"),
         ({"target": {"params": "half"}}, "half"),
         ({"target": {"depth": 0.5}}, "depth"),
@@ -552,6 +553,7 @@ def test_progress_is_told_layer_by_layer_and_batch_by_batch(trained: nn.Module) 
         target={"params": 0.5},
         valid=batches(1),
         recovery_epochs=2,
+        ratio=0.3,
         on_progress=lambda *stage: told.append(stage),
     )
     assert told[0] == ("scoring", 0, None)

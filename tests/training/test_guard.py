@@ -174,7 +174,7 @@ def test_roll_back_goes_on_from_the_last_checkpoint_with_half_the_step(
     monkeypatch.setattr(Guard, "step", step)
     folder = RunFolder(tmp_path)
     # The epoch before ended with a prune, so the run goes back to where it had not been pruned.
-    with pytest.warns(UserWarning, match=f"{WHERE}{said}.*back to epoch [12] with 0.5 of the step"):
+    with pytest.warns(UserWarning, match=f"{WHERE}{said}.*back to epoch [12] with 0.5 of the learning rate"):
         train_and_prune(sabotaged("rollback", build=build, **spoil()), folder)
     assert [line["epoch"] for line in folder.read_lines("metrics")] == [1, 2, 3, 4]
     assert [line["action"] for line in folder.read_lines("faults")] == ["rolled back"]
@@ -203,10 +203,10 @@ def test_roll_backs_are_bounded(tmp_path: Path) -> None:
     build = lambda model: torch.optim.SGD(model.parameters(), lr=1e6)  # noqa: E731
     recipe = tiny_recipe(on_fault="rollback", build_optimizer=build)
     said = r"saved up to epoch 0, and 3 roll-backs did not help: epoch 1, batch \d"
-    with pytest.warns(UserWarning, match="of the step") as caught, pytest.raises(FaultError, match=said):
+    with pytest.warns(UserWarning, match="of the learning rate") as caught, pytest.raises(FaultError, match=said):
         train_and_prune(recipe, RunFolder(tmp_path))
     assert [str(line.message).rpartition("with ")[2] for line in caught] == [
-        f"{0.5**number:g} of the step" for number in (1, 2, 3)
+        f"{0.5**number:g} of the learning rate" for number in (1, 2, 3)
     ]
     assert len(RunFolder(tmp_path).read_lines("faults")) == 4
 

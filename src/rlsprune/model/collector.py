@@ -11,7 +11,7 @@ __all__ = ["without_collector"]
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Switches the collector off: for many sets and lists of numbers, which refer to nothing, it doubles the time."""
+    """Switches the collector off, which would double the time for many sets and lists of numbers."""
     was = gc.isenabled()
     gc.disable()
     try:

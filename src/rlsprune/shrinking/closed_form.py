@@ -45,7 +45,7 @@ class NothingToPruneError(ValueError):
 
 
 class CutPlan(NamedTuple):
-    """The numbers of units that go, and why."""
+    """The number of units that go from each group, with the estimated error and the target."""
 
     gone: Mapping[str, int]
     """Name of a group → number of its units that go."""

@@ -87,8 +87,8 @@ def shrink(
             if its outputs look like class scores; else, or if the network has its own loss, minus the loss.
         recovery_epochs: Largest number of epochs of training after each cut; 0 for no training.
         optimizer: A function from the network to the optimizer of a round; None for ``RLS(model, lr=0.1)``.
-        ratio: Share of the targeted cost that a round with recovery removes. None: all down to the target at once, or
-            0.3 with ``max_drop``.
+        ratio: Share of the remaining cost that a round with recovery removes. None: everything down to the target at
+            once, or 0.3 with ``max_drop``.
         ignore: Names of layers that keep all their channels.
         min_channels: Least number of channels that every layer keeps.
         round_to: Layers keep a multiple of this many channels. None: 1, or with a target of latency the multiple that
@@ -120,7 +120,7 @@ def shrink(
     refuse_inference_mode("shrink")
     check_argument("max_drop", max_drop, lambda drop: drop is None or drop >= 0, "None or at least 0")
     check_argument("recovery_epochs", recovery_epochs, is_count(recovery_epochs, 0), "a whole number, at least 0")
-    check_argument("ratio", ratio, ratio is None or 0 < ratio < 1, "None, or above 0 and below 1")
+    check_argument("ratio", ratio, lambda share: share is None or 0 < share < 1, "None, or above 0 and below 1")
     for name, count in {"calibration": calibration, "min_channels": min_channels}.items():
         check_argument(name, count, is_count(count), "a whole number, at least 1")
     rounding = round_to is None or is_count(round_to)

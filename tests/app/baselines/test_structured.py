@@ -124,7 +124,7 @@ def test_net_slimming_penalty_shrinks_the_scales_that_the_loss_does_not_need() -
 def test_net_slimming_says_what_it_leaves_alone_and_refuses_a_network_without_batch_norm() -> None:
     specimen = ZOO["vgg-bn"]
     model = specimen.model()
-    with pytest.warns(UserWarning, match=r"no batch norm scales 2\.0: net slimming leaves it unpruned"):
+    with pytest.warns(UserWarning, match=r"no batch norm scales 2\.0: net slimming leaves them unpruned"):
         method = NetSlimming(model, sgd(model), specimen.inputs(), ratio=0.5, prune_epoch=1)
     event = method.end_epoch(1, 1.0)
     assert event is not None

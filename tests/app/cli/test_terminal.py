@@ -172,6 +172,16 @@ def test_names_are_shown_as_they_are(kind: type[LineObserver], name: str, capsys
     assert f"pruned {name} 2→1" in shown
 
 
+@pytest.mark.parametrize(("quantity", "named"), [("params", "parameters"), ("flops", "FLOPs")])
+def test_a_missed_target_names_its_quantity(quantity: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = {"method": "rls", "experiment": "digits-fnn", "seed": 0, "pruning": {"target_of": quantity}}
+    observer = LineObserver()
+    observer.start(run, 0, 9, 5)
+    result = {"accuracy": 90.0, "weights_percent": 40.0, "flops_percent": 40.0, "seconds": 1.0, "missed_target": 0.1}
+    observer.end({**run, **result})
+    assert f"The target, 10 % of the {named}, is not reached" in capsys.readouterr().out
+
+
 METRICS = {"epoch": 3, "train_loss": 0.5, "gate_loss": 0.4, "accuracy": 90.0, "weights_percent": 40.0}
 
 

@@ -67,7 +67,7 @@ class NetSlimming(Structured):
                 f"with batch norm"
             )
         if without:
-            warnings.warn(f"no batch norm scales {', '.join(without)}: net slimming leaves it unpruned", stacklevel=2)
+            warnings.warn(f"no batch norm scales {', '.join(without)}: net slimming leaves them unpruned", stacklevel=2)
         self.groups = [group for group in self.groups if _norms(group)]
         self._norms = {member.module: None for group in self.groups for member in _norms(group)}
 

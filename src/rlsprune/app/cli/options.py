@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,11 @@ from rlsprune.app.experiments.registry import EXPERIMENTS, METHODS, PRESETS
 from rlsprune.app.run.loggers import LOGGERS
 
 
-def _choices(names: tuple[str, ...]) -> str:
+def _choices(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def completing(names: tuple[str, ...]) -> Callable[[str], list[str]]:
+def completing(names: Iterable[str]) -> Callable[[str], list[str]]:
     """Returns a function that completes a name, or the last of several names separated by commas."""
 
     def offer(incomplete: str) -> list[str]:
@@ -182,7 +182,7 @@ OnFault = Annotated[
     typer.Option(
         "--on-fault",
         help="The response to a NaN, an infinity or a diverging loss: raise (stop), skip (leave the batch out) or "
-        "rollback (return to the last checkpoint and halve the step). Default: raise.",
+        "rollback (return to the last checkpoint and halve the learning rate). Default: raise.",
         autocompletion=completing(ON_FAULT),
     ),
 ]

@@ -38,7 +38,7 @@ def pareto(
     target: Annotated[
         float | None, typer.Option("--target", help="Stop at this share of the parameters, at any accuracy.")
     ] = None,
-    ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of the channels that a round removes.")] = 0.2,
+    ratio: Annotated[float, typer.Option("--ratio", help="ξ: the share of what is left that a round removes.")] = 0.2,
     recovery_epochs: Annotated[
         int, typer.Option("--recovery-epochs", help="The most epochs of training after each round.")
     ] = 2,

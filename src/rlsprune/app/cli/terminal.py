@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from rlsprune.app.config.metrics import METRICS, metric_of
+from rlsprune.app.config.settings import TARGETS
 from rlsprune.app.run.observer import Observer, Observers
 from rlsprune.model.arguments import printable
 
@@ -78,11 +79,12 @@ class LineObserver(Observer):
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-        self._epochs, self.metric = 0, METRICS["accuracy"]
+        self._epochs, self._share_of, self.metric = 0, "parameters", METRICS["accuracy"]
 
     def start(self, config: Mapping[str, Any], done: int, epochs: int, batches: int) -> None:
         """Prints the name of the run."""
         self._epochs, self.metric = epochs, metric_of(config)
+        self._share_of = TARGETS[(config.get("pruning") or {}).get("target_of", "params")]
         resumed = f", resumed after epoch {done}" if done else ""
         self.console.print(printable(f"{name_run(config)}, {epochs} epochs{resumed}"))
 
@@ -114,6 +116,6 @@ class LineObserver(Observer):
         self.console.print(describe(summary))
         if summary.get("missed_target") is not None:
             self.console.print(
-                f"The target, {100 * summary['missed_target']:g} % of the parameters, is not reached in these epochs. "
-                "More --epochs or a larger --tolerance get further."
+                f"The target, {100 * summary['missed_target']:g} % of the {self._share_of}, is not reached in these "
+                "epochs. More --epochs or a larger --tolerance get further."
             )

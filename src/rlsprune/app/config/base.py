@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -100,7 +100,7 @@ class BaseConfig:
         check_option(name, value, value is None or value >= least, f"at least {least}")
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raises ValueError, in the words of the command line, unless a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"--{name.replace('_', '-')} {value} is not valid: choose one of {', '.join(choices)}")

@@ -11,10 +11,10 @@ __all__ = ["ON_FAULT", "OURS", "RANK", "TARGETS", "PruningSettings", "TrainingSe
 
 ON_FAULT = ("raise", "skip", "rollback")
 """What a run does about a NaN, an infinity or a loss that diverges: it stops, leaves the batch out, or goes back to its
-last checkpoint with half the step."""
+last checkpoint with half the learning rate."""
 
-TARGETS = ("params", "flops")
-"""What a target is a share of."""
+TARGETS = {"params": "parameters", "flops": "FLOPs"}
+"""Quantities that a target may be a share of, and their names in sentences."""
 
 
 def check_option(name: str, value: object, valid: bool, expected: str) -> None:

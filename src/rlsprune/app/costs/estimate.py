@@ -114,7 +114,7 @@ class CostPlan:
         return -(-(2 * self.parameter_bytes + self.velocity_bytes) // max(self.inverse_bytes, 1))
 
     def sent_bytes(self) -> dict[str, int]:
-        """Computes the bytes that a rank sends in a ring per step: for gradients (as without RLS) and mean inputs."""
+        """Computes the bytes that a rank sends in a ring per step: weights and gradients (as without RLS), means."""
         once = (self.world_size - 1) / self.world_size
         # fully_shard gathers the weights for the forward and the backward pass, and scatters the gradients' sums.
         return {

@@ -39,7 +39,7 @@ class Model:
         self.task: str = told["task"]
         """classification, regression or multi-label."""
         self.loss: str = told["loss"]
-        """The loss of training. Outputs for classes are logarithms of probabilities unless it is mse."""
+        """The loss of training. Unless it is mse, softmax turns outputs for classes into probabilities."""
         self.classes: list[str] = json.loads(told["classes"])
         """The names of the classes, labels or numbers that it predicts."""
         self.columns: list[str] = json.loads(told["columns"])

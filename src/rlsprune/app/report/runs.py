@@ -148,7 +148,7 @@ def _event(path: Path, number: int, line: dict[str, Any], score: str) -> dict[st
     where = f"line {number}"
     _check_counts(path, where, line, ("epoch",))
     layers = line.get("layers", [])
-    for layer in _check_rows(path, where, layers):
+    for layer in _check_rows(path, f"the list of layers of {where}", layers):
         _check_counts(path, where, layer, ("before", "after"))
     kind = "roll-back" if line.get("kind") == "roll-back" else "prune"
     return {
@@ -186,7 +186,7 @@ def _check_summary(path: Path, summary: dict[str, Any], score: str) -> None:
 
 
 def _layers(path: Path, where: str, rows: Any) -> list[ReportedLayer]:
-    for row in _check_rows(path, where, rows):
+    for row in _check_rows(path, f"the list of layers of {where}", rows):
         _check_counts(path, where, row, ("nodes", "weights", *(["channels"] if "channels" in row else [])))
     return [
         ReportedLayer(
@@ -204,7 +204,7 @@ def _layers(path: Path, where: str, rows: Any) -> list[ReportedLayer]:
 def _check_rows(path: Path, where: str, rows: Any) -> list[dict[str, Any]]:
     """Returns the rows if they are a list of objects with a name, else raises FileError."""
     if not isinstance(rows, list) or not all(map(_has_name, rows)):
-        raise FileError(path, f"{where} has layers that are not a list of objects with a name", _REMEDY)
+        raise FileError(path, f"{where} is not a list of objects with a name", _REMEDY)
     return rows
 
 

@@ -104,7 +104,7 @@ class Run:
     Args:
         recipe: The parts of the run.
         folder: The run's folder, with the checkpoint to resume from if there is one.
-        faults: The faults so far; each roll-back among them halves the step.
+        faults: The faults so far; each roll-back among them halves the learning rate.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, faults: Sequence[dict[str, Any]] = ()) -> None:
@@ -221,7 +221,7 @@ class Run:
         observer.epoch(self.record.metrics[-1], counts)
 
     def after_fault(self, error: FloatingPointError) -> Run:
-        """Rolls back to the last checkpoint, or to the one before the prune right after a prune, with half the step.
+        """Rolls back to the last checkpoint, or to the one before the prune right after a prune, with half the rate.
 
         Raises:
             FaultError: The run has to stop, or was already rolled back too often.
@@ -236,7 +236,9 @@ class Run:
         if self.guard.after_prune:
             self.folder.set_checkpoint_aside()  # its pruned network may have caused the fault
         earlier = Run(self.recipe, self.folder, faults)
-        warnings.warn(f"{error}; back to epoch {earlier.done} with {0.5**rolled_back:g} of the step", stacklevel=2)
+        warnings.warn(
+            f"{error}; back to epoch {earlier.done} with {0.5**rolled_back:g} of the learning rate", stacklevel=2
+        )
         return earlier
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlsprune.app.config.settings import TARGETS
 from rlsprune.app.experiments.figures import draw_costs
 from rlsprune.app.experiments.table import aligned
 from rlsprune.app.tables.plan import TABLES, Cell, Table
@@ -72,11 +73,10 @@ def table_page(name: str, records: Path) -> str:
     if not any(row.summaries or row.failed for row in rows):
         raise ValueError(f"{records / name} has no records: run the table first")
     runs = sum(len(row.summaries) for row in rows)
-    share = {"params": "parameters", "flops": "FLOPs"}[table.target_of]
     parts = [
         f"## {table.title}",
         f"{runs} of {len(table.cells())} runs are done. Accuracy on the test images in %, mean ± deviation over seeds "
-        f"(runs), by the share of the {share} that is left.",
+        f"(runs), by the share of the {TARGETS[table.target_of]} that is left.",
         _accuracies(table, rows),
         "The rate and, for one-shot methods, the epoch of the prune were chosen on held-out training images, with as "
         "many trials for every row. Processor time is that of training and pruning, on one thread.",
