@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsprune.app.experiments.jobs import RunFailedError, check_result
+from rlsprune.app.experiments.jobs import RunFailedError, check_result, start
 from rlsprune.app.experiments.queue import PlannedRun
 from rlsprune.app.run.folder import RunFolder
 
@@ -74,6 +72,5 @@ def largest_machine(nodes: Iterable[Mapping[str, Any]]) -> int:
 
 def _run(folder: str) -> int:
     """Executes one run on a machine of the cluster."""
-    command = [sys.executable, "-m", "rlsprune", "run", "--resume", folder]
     with (Path(folder) / "log.txt").open("ab") as output:
-        return subprocess.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, check=False).returncode
+        return start(Path(folder), output).wait()
