@@ -201,6 +201,13 @@ def test_networks_trained_on_are_those_of_their_runs(network: str) -> None:
     assert not [row for row in rows(table(runs, tuned, "trained", True)) if row not in rows(page)]
 
 
+def test_the_long_training_is_that_of_its_run() -> None:
+    content = json.loads((RUNS / "trained-networks" / "resnet56-ten-epochs.json").read_text(encoding="utf-8"))
+    (row,) = content["rows"]
+    for page in ("records/2026-11-19-after-training.md", "trained-networks.md", "results.md"):
+        assert f"{row['trained']:.2f} %" in (DOCS / page).read_text(encoding="utf-8")
+
+
 def test_agreement_of_efficientnet_is_that_of_its_runs() -> None:
     content = json.loads((RUNS / "trained-networks" / "efficientnet-lite0.json").read_text(encoding="utf-8"))
     page = TRAINED_NETWORKS
