@@ -201,6 +201,13 @@ def test_networks_trained_on_are_those_of_their_runs(network: str) -> None:
     assert not [row for row in rows(table(runs, tuned, "trained", True)) if row not in rows(page)]
 
 
+def test_results_of_networks_trained_on_are_those_of_their_record() -> None:
+    record = (DOCS / "records" / "2026-11-19-after-training.md").read_text(encoding="utf-8")
+    shown = rows(RESULTS[RESULTS.index("### Trained on") : RESULTS.index("## Pruned while it trains")])[1:]
+    assert len(shown) == 4
+    assert not [row for row in shown if f"| {row[2].removesuffix(' %')} ({row[3]}) |" not in record]
+
+
 def test_the_long_training_is_that_of_its_run() -> None:
     content = json.loads((RUNS / "trained-networks" / "resnet56-ten-epochs.json").read_text(encoding="utf-8"))
     (row,) = content["rows"]

@@ -142,7 +142,7 @@ def _vgg(name: str, title: str, dataset: str, table: int, presets: Mapping[str, 
         soft_ratio=0.3,
         presets=presets,
         training=replace(_TRAINING, lr_decay=0.85),  # with η = 1 up to the middle of a long run the loss rises again
-        pruning=replace(OURS, ratio=0.4, target=0.06, allocate=True),
+        pruning=replace(OURS, target=0.06, allocate=True),
     )
 
 
