@@ -266,7 +266,7 @@ def test_own_datasets(networks: Path, tmp_path: Path) -> None:
         ([{"a": 1}], "example 0 of its dict cannot be read .KeyError"),
         ([[(Image.new("L", (2, 2)), 0)]], "example 0 is of Image and int, not of numbers"),
         ([[(torch.rand(3), [0, [1, 2]])]], "example 0 is of Tensor and list, not of numbers"),
-        ([[(torch.rand(3), [0, 1]), (torch.rand(3), [0, 1, 1])]], "label of example 1 is of shape .3,."),
+        ([[(torch.rand(3), [0, 1]), (torch.rand(3), [0, 1, 1])]], "label of example 1 has shape .3,."),
     ],
 )
 def test_datasets_that_are_none(given: Any, said: str) -> None:
