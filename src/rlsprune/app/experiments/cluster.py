@@ -73,4 +73,9 @@ def largest_machine(nodes: Iterable[Mapping[str, Any]]) -> int:
 def _run(folder: str) -> int:
     """Executes one run on a machine of the cluster."""
     with (Path(folder) / "log.txt").open("ab") as output:
-        return start(Path(folder), output).wait()
+        process = start(Path(folder), output)
+        try:
+            return process.wait()
+        except BaseException:  # a task that ends leaves no run behind
+            process.kill()
+            raise
